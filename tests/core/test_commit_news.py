@@ -7,14 +7,14 @@ import pytest
 from tests.core.play import Play
 from tests.fakes.fake_journal import FakeJournal
 
-from mooring_agent.core.agent import commit_news
 from mooring_agent.core.agent.commands import Exit
-from mooring_agent.core.agent.commit_news import cloud_event
 from mooring_agent.core.agent.events import Committed, NewsDue, NewsTaken, StopRequested, TerminationNoticed
 from mooring_agent.core.agent.reducer import step
 from mooring_agent.core.agent.state import State
 from mooring_agent.core.agent.work import Operation, WorkId
 from mooring_agent.core.model import CommitNews, Kind, Phase, Receiver, SaveInfo
+from mooring_agent.core.policies import commit_news
+from mooring_agent.core.policies.commit_news import cloud_event
 from mooring_agent.core.settings.values import EventSettings, Settings
 from mooring_agent.runtime.engine.event_codec import decode_event, encode_event
 from mooring_agent.runtime.engine.journaling import compact
@@ -41,7 +41,7 @@ def commit(play: Play, save: str) -> None:
 
 
 def due(state: State) -> dict[str, list[str]]:
-    return {receiver.value: list(saves) for receiver, saves in state.news_due.items()}
+    return {receiver.value: [news.info.save for news in state.untold_news.of(receiver)] for receiver in Receiver}
 
 
 def restarted(play: Play, settings: Settings | None = None) -> State:
@@ -104,7 +104,7 @@ def test_the_oldest_is_dropped_when_a_receiver_is_away_for_too_long(monkeypatch:
     for save in ("a", "b", "c"):
         commit(play, save)
     assert due(play.state) == {"url": ["b", "c"], "command": []}
-    assert play.state.news_dropped == 1
+    assert play.state.untold_news.dropped == 1
 
 
 def test_an_event_says_what_was_committed_and_is_the_same_each_time() -> None:

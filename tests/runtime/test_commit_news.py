@@ -54,7 +54,7 @@ class Owing:
         await self.submit(NewsDue(at=0.0, news=news, receivers=receivers))
 
     def owes(self, receiver: Receiver) -> list[str]:
-        return list(self.state.news_due[receiver])
+        return [news.info.save for news in self.state.untold_news.of(receiver)]
 
 
 @asynccontextmanager

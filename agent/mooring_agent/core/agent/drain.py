@@ -161,8 +161,8 @@ def _told_until(state: State) -> float:
 
     For one try after the last commit. What is not taken by then is told by the next agent on this volume.
     """
-    newest = [next(reversed(due.values())).committed_at for due in state.news_due.values() if due]
-    return max(newest) + state.settings.events.event_timeout_seconds if newest else 0.0
+    newest_at = state.untold_news.newest_committed_at()
+    return 0.0 if newest_at is None else newest_at + state.settings.events.event_timeout_seconds
 
 
 def _gives_up_store_at(state: State) -> float | None:

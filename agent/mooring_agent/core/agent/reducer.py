@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import assert_never
 
-from mooring_agent.core.agent import commit_news, commit_turns, disk_pressure, drain, planner, upload_queue
+from mooring_agent.core.agent import commit_turns, disk_pressure, drain, planner, upload_queue
 from mooring_agent.core.agent.announcements import announced, staged
 from mooring_agent.core.agent.checkpoint import Checkpoint
 from mooring_agent.core.agent.circuit_breaker import CircuitBreaker
@@ -65,6 +65,7 @@ from mooring_agent.core.agent.work_results import (
     grow_window,
     is_stale,
     judge_store,
+    news_of_commit,
     progress_of,
     reset_backoff,
     send_again,
@@ -76,6 +77,7 @@ from mooring_agent.core.agent.work_results import (
 )
 from mooring_agent.core.errors import ErrorKind
 from mooring_agent.core.model import Phase
+from mooring_agent.core.policies.commit_news import receivers_of
 from mooring_agent.core.policies.recovery_objective import Objective
 
 
@@ -136,9 +138,11 @@ def _apply(state: State, event: Event) -> Iterator[Command]:
             _given_up(state, event)
             state.reindex(state.checkpoints[event.save])
         case NewsDue():
-            commit_news.note_due(state, event)
+            # An earlier life of this agent may have had other receivers.
+            receivers = [one for one in event.receivers if one in receivers_of(state.settings.events)]
+            state.untold_news.note(event.news, receivers)
         case NewsTaken():
-            commit_news.note_taken(state, event)
+            state.untold_news.taken(event.save, event.receiver)
         case Started():
             yield from _started(state, event)
             for checkpoint in state.checkpoints.values():
@@ -291,7 +295,7 @@ def _work_ended(
             state.touched.update((older.info.save, None) for older in state.tidying.values())
             state.prune_due = state.settings.retention.keep_last > 0 and 0 in checkpoint.contributions
             stop_sending(checkpoint)
-            yield from commit_news.commit_news(state, checkpoint)
+            yield from news_of_commit(state, checkpoint)
         case WorkCancelled():
             if event.work.operation in TRANSFERS and not is_stale(checkpoint, event.work):
                 checkpoint.pending.appendleft(event.work)

@@ -26,7 +26,8 @@ from mooring_agent.core.agent.events import DiskRead, SaveBegun
 from mooring_agent.core.agent.lifecycle import LOST_PHASES
 from mooring_agent.core.agent.work import TRANSFERS, WorkId, WorkLimit, work_limit_of, work_limits
 from mooring_agent.core.errors import ErrorKind
-from mooring_agent.core.model import CommitNews, Kind, Phase, Receiver
+from mooring_agent.core.model import Kind, Phase
+from mooring_agent.core.policies.commit_news import UntoldNews
 from mooring_agent.core.policies.progress import Progress
 from mooring_agent.core.policies.recovery_objective import SaveRequests
 from mooring_agent.core.settings.values import Settings
@@ -154,11 +155,7 @@ class State:
     unfinished: dict[str, Checkpoint] = field(default_factory=dict)
     tidying: dict[str, Checkpoint] = field(default_factory=dict)
     settled: dict[str, Checkpoint] = field(default_factory=dict)
-    # By receiver, then by save id: what it has still to be told, oldest first.
-    news_due: dict[Receiver, dict[str, CommitNews]] = field(
-        default_factory=lambda: {receiver: {} for receiver in Receiver}
-    )
-    news_dropped: int = 0
+    untold_news: UntoldNews = field(default_factory=UntoldNews)
     just_in_time: dict[str, Checkpoint] = field(default_factory=dict)
     # The committed checkpoint that a crash now would resume from: newest by step, then by announcement. No snapshot.
     newest_committed: Checkpoint | None = None

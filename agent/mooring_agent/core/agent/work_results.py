@@ -19,6 +19,7 @@ from mooring_agent.core.agent.commands import Command, Record
 from mooring_agent.core.agent.events import (
     Event,
     Failed,
+    NewsDue,
     ObjectsLost,
     Reconciled,
     WorkCancelled,
@@ -28,6 +29,8 @@ from mooring_agent.core.agent.lifecycle import Trigger
 from mooring_agent.core.agent.state import State
 from mooring_agent.core.agent.work import STAYS_HERE, Operation, WorkId
 from mooring_agent.core.errors import ErrorKind, retry_delay_seconds
+from mooring_agent.core.model import CommitNews
+from mooring_agent.core.policies.commit_news import receivers_of
 
 
 def progress_of(checkpoint: Checkpoint, work: WorkId) -> FileProgress:
@@ -193,3 +196,16 @@ def grow_window(state: State) -> None:
     more = 1.0 if state.window < state.calm_window else 1.0 / state.window
     state.window = min(float(state.settings.transfer.max_concurrency), state.window + more)
     state.storage_error = ""
+
+
+def news_of_commit(state: State, checkpoint: Checkpoint) -> Iterator[Record]:
+    """Yield the news of a checkpoint that has just been committed. Of a job's agents that of rank 0 tells it."""
+    receivers = receivers_of(state.settings.events)
+    if receivers and (checkpoint.info.is_snapshot or 0 in checkpoint.contributions):
+        news = CommitNews(
+            info=checkpoint.info,
+            attempt=state.settings.attempt,
+            size_bytes=checkpoint.size_bytes,
+            committed_at=checkpoint.committed_at,
+        )
+        yield Record(event=NewsDue(at=checkpoint.committed_at, news=news, receivers=receivers))

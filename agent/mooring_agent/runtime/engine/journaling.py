@@ -6,7 +6,6 @@ import structlog
 
 from mooring_agent.core.agent.announcements import check_announcement
 from mooring_agent.core.agent.checkpoint import RankContribution
-from mooring_agent.core.agent.commit_news import is_due
 from mooring_agent.core.agent.events import (
     Announced,
     Committed,
@@ -97,7 +96,7 @@ def _after_last_exit(events: Sequence[DurableEvent]) -> int:
 def _is_needed(state: State, event: DurableEvent, *, is_current_life: bool) -> bool:
     save = save_of(event)
     if isinstance(event, NewsDue | NewsTaken):
-        return save is not None and is_due(state, save)
+        return save is not None and state.untold_news.has(save)
     if save is None:
         if isinstance(event, RankRegistered):
             return is_current_life and state.ranks.get(event.local_rank) == event.rank

@@ -194,7 +194,7 @@ class StateCollector:
             ),
             "mooring_events_due": (
                 "Commits that receivers of events have still to be told",
-                sum(len(due) for due in state.news_due.values()),
+                state.untold_news.count,
             ),
             "mooring_backlog_bytes": ("Bytes that are staged and not yet durable", status.backlog_bytes),
             "mooring_upload_rate_bytes_per_second": (

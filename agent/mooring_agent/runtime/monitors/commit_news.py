@@ -10,10 +10,10 @@ from typing import Final
 
 import structlog
 
-from mooring_agent.core.agent.commit_news import cloud_event, receivers_of
 from mooring_agent.core.agent.events import NewsTaken
 from mooring_agent.core.errors import EventReceiverError
 from mooring_agent.core.model import Receiver
+from mooring_agent.core.policies.commit_news import cloud_event, receivers_of
 from mooring_agent.ports import Clock
 from mooring_agent.runtime.engine.engine import Engine
 
@@ -45,18 +45,20 @@ class CommitTeller:
         """Tell this receiver what is due, until cancelled."""
         events = self._settings.events
         # Imported here, because most agents tell nobody.
-        from mooring_agent.adapters.event_receivers import post_event, run_event_command
+        from mooring_agent.adapters.receivers.command import run_event_command
+        from mooring_agent.adapters.receivers.url import post_event
 
         send: Send = post_event if receiver is Receiver.URL else run_event_command
         target = events.event_url if receiver is Receiver.URL else events.event_command
         problem, pause_seconds, dropped = "", self._shortest_pause_seconds, 0
         while True:
             # Holds only after the turn that has journaled it.
-            await self._engine.until(lambda state: bool(state.news_due[receiver]))
-            due = self._engine.state.news_due[receiver]
-            save, news = next(iter(due.items()))
-            if self._engine.state.news_dropped > dropped:
-                dropped = self._engine.state.news_dropped
+            untold = self._engine.state.untold_news
+            await self._engine.until(lambda state: state.untold_news.next_of(receiver) is not None)
+            news = untold.next_of(receiver)
+            assert news is not None
+            if untold.dropped > dropped:
+                dropped = untold.dropped
                 log.warning("event.dropped", count=dropped, hint="receivers have been away for too long")
             try:
                 await send(target, cloud_event(news, self._settings.store.destination), events.event_timeout_seconds)
@@ -68,6 +70,6 @@ class CommitTeller:
                 pause_seconds = min(_LONGEST_PAUSE_SECONDS, 2 * pause_seconds)
                 continue
             if problem:
-                log.info("event.taken_again", receiver=receiver.value, due=len(due))
+                log.info("event.taken_again", receiver=receiver.value, due=untold.count)
             problem, pause_seconds = "", self._shortest_pause_seconds
-            await self._engine.submit(NewsTaken(at=self._clock.now(), save=save, receiver=receiver))
+            await self._engine.submit(NewsTaken(at=self._clock.now(), save=news.info.save, receiver=receiver))

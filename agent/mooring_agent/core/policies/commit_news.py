@@ -1,19 +1,16 @@
 """Whom a commit is told: a URL and a command, as CloudEvents, each at least once.
 
 What is due is journaled in the same transaction as the commit, and is due until a receiver has taken it. The news holds
-all that is told, because the checkpoint may be forgotten before. Of a job's agents the one that holds rank 0 tells.
+all that is told, because the checkpoint may be forgotten before.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Final
 from urllib.parse import quote
 
-from mooring_agent.core.agent.checkpoint import Checkpoint
-from mooring_agent.core.agent.commands import Record
-from mooring_agent.core.agent.events import NewsDue, NewsTaken
-from mooring_agent.core.agent.state import State
 from mooring_agent.core.model import CommitNews, Receiver
 from mooring_agent.core.settings.values import EventSettings
 
@@ -28,38 +25,43 @@ def receivers_of(settings: EventSettings) -> tuple[Receiver, ...]:
     return tuple(receiver for receiver, setting in wanted.items() if setting)
 
 
-def commit_news(state: State, checkpoint: Checkpoint) -> Iterator[Record]:
-    """Yield the news of a checkpoint that has just been committed, if somebody is to be told."""
-    receivers = receivers_of(state.settings.events)
-    if receivers and (checkpoint.info.is_snapshot or 0 in checkpoint.contributions):
-        news = CommitNews(
-            info=checkpoint.info,
-            attempt=state.settings.attempt,
-            size_bytes=checkpoint.size_bytes,
-            committed_at=checkpoint.committed_at,
-        )
-        yield Record(event=NewsDue(at=checkpoint.committed_at, news=news, receivers=receivers))
+@dataclass(slots=True)
+class UntoldNews:
+    """What receivers have still to be told. `dropped` counts what never will be."""
 
+    _due: dict[Receiver, dict[str, CommitNews]] = field(default_factory=lambda: {receiver: {} for receiver in Receiver})
+    dropped: int = 0
 
-def note_due(state: State, event: NewsDue) -> None:
-    for receiver in event.receivers:
-        # An earlier life of this agent may have had other settings.
-        if receiver not in receivers_of(state.settings.events):
-            continue
-        due = state.news_due[receiver]
-        due[event.news.info.save] = event.news
-        if len(due) > _MOST_DUE:
-            del due[next(iter(due))]
-            state.news_dropped += 1
+    def of(self, receiver: Receiver) -> list[CommitNews]:
+        """Return what this receiver has still to be told, oldest first."""
+        return list(self._due[receiver].values())
 
+    def next_of(self, receiver: Receiver) -> CommitNews | None:
+        return next(iter(self._due[receiver].values()), None)
 
-def note_taken(state: State, event: NewsTaken) -> None:
-    state.news_due[event.receiver].pop(event.save, None)
+    @property
+    def count(self) -> int:
+        return sum(len(due) for due in self._due.values())
 
+    def note(self, news: CommitNews, receivers: Iterable[Receiver]) -> None:
+        for receiver in receivers:
+            due = self._due[receiver]
+            due[news.info.save] = news
+            if len(due) > _MOST_DUE:
+                del due[next(iter(due))]
+                self.dropped += 1
 
-def is_due(state: State, save: str) -> bool:
-    """Whether a receiver still has to be told of this save."""
-    return any(save in due for due in state.news_due.values())
+    def taken(self, save: str, receiver: Receiver) -> None:
+        self._due[receiver].pop(save, None)
+
+    def has(self, save: str) -> bool:
+        """Whether a receiver has still to be told of this save."""
+        return any(save in due for due in self._due.values())
+
+    def newest_committed_at(self) -> float | None:
+        """Return when the last commit was that somebody has still to be told (unix seconds)."""
+        newest = [next(reversed(due.values())).committed_at for due in self._due.values() if due]
+        return max(newest, default=None)
 
 
 def cloud_event(news: CommitNews, destination: str) -> bytes:
