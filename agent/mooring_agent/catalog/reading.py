@@ -71,10 +71,8 @@ class StoredFile:
 class CommittedCheckpoint:
     """A checkpoint whose marker, manifests and listing agree. `files` and `links` have each path once.
 
-    If only the weights are left, `files` are what is left, and the manifests name what was dropped too.
-
-    On a disk the checkpoint is a folder of these files, or with `single_file` that file itself. Only snapshots have
-    `links`, which are symbolic and have no object.
+    On a disk the checkpoint is a folder of these files, or with `single_file` that file itself. If only the weights are
+    left, `manifests` name more. Only snapshots have `links`, which are symbolic and have no object.
     """
 
     committed: CommittedSave
@@ -93,9 +91,9 @@ class CommittedCheckpoint:
         """Whether all ranks that contributed something announced this one file. Ranks with own files make a folder."""
         if len(self.files) != 1:
             return False
-        # Others may have been dropped.
-        paths = {file.path for one in self.manifests for file in one.files}
-        return len(paths) == 1 and all(one.single_file for one in self.manifests if one.files)
+        contributions = [one for one in self.manifests if one.files]
+        # Other files may have been dropped.
+        return len({one.files[0].path for one in contributions}) == 1 and all(one.single_file for one in contributions)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -168,7 +166,8 @@ async def _examine(store: StoreReader, committed: CommittedSave) -> Examination:
     if not _has_room(marker, examination, largest_pack_bytes=_largest_pack_bytes(examination.manifests, objects)):
         return examination
     for manifest in examination.manifests:
-        _examine_files(marker, manifest, objects, examination)
+        left = (file for file in manifest.files if not marker.has_dropped(file))
+        _examine_files(manifest, left, objects, examination)
     _examine_paths(marker, examination)
     if not examination.problems:
         _examine_totals(committed, marker, examination)
@@ -318,16 +317,14 @@ async def _read_manifest(
 
 
 def _examine_files(
-    marker: CommitMarker, manifest: RankManifest, objects: dict[str, ObjectInfo], examination: Examination
+    manifest: RankManifest, files: Iterable[FileEntry], objects: dict[str, ObjectInfo], examination: Examination
 ) -> None:
     info = manifest.info
     packs = {
         (key := pack_key(info, manifest.rank, number)): _listed(key, size_bytes, objects, examination)
         for number, size_bytes in enumerate(manifest.pack_sizes_bytes)
     }
-    for entry in manifest.files:
-        if marker.has_dropped(entry):
-            continue
+    for entry in files:
         if entry.link:
             file = examination.files.get(entry.path)
             known = file.entry if file else examination.links.setdefault(entry.path, entry)
@@ -398,7 +395,5 @@ def _examine_totals(committed: CommittedSave, marker: CommitMarker, examination:
     size_bytes = sum(manifest.size_bytes for manifest in examination.manifests)
     file_count = sum(len(manifest.files) for manifest in examination.manifests)
     if (marker.size_bytes, marker.file_count) != (size_bytes, file_count):
-        what = (
-            f"says {marker.file_count} files and {marker.size_bytes} bytes, the manifests {file_count} and {size_bytes}"
-        )
-        examination.add(committed.key, what)
+        says = f"says {marker.file_count} files and {marker.size_bytes} bytes"
+        examination.add(committed.key, f"{says}, the manifests {file_count} and {size_bytes}")
