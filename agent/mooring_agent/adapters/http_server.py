@@ -82,6 +82,10 @@ def probe_pages(
     return application
 
 
+def plain_answer(status: int, text: str) -> web.Response:
+    return web.Response(status=status, text=f"{text}\n")
+
+
 @contextlib.asynccontextmanager
 async def serving(
     application: web.Application,

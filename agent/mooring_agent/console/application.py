@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Awaitable, Callable
-from importlib import resources
 from typing import Any, Final
 from urllib.parse import urlencode
 
@@ -14,15 +13,11 @@ from mooring_agent.console.listing import RunPage, RunQuery, page_of
 from mooring_agent.console.pages import MOST_SHOWN, render
 from mooring_agent.console.refresh import KnownRun, Runs
 from mooring_agent.console.settings import MOST_FORM_BYTES, ConsoleSettings
+from mooring_agent.console.static_files import STATIC_FILES, static_file
 from mooring_agent.console.timeline import timeline_of
 from mooring_agent.core.policies.run_overview import RunDetails, RunStanding
 
-_STATIC: Final = {
-    "console.css": "text/css",
-    "console.js": "text/javascript",
-    "icon.svg": "image/svg+xml",
-}
-_OPEN: Final = frozenset({"/sign-in", "/healthz", "/readyz", *(f"/static/{name}" for name in _STATIC)})
+_OPEN: Final = frozenset({"/sign-in", "/healthz", "/readyz", *(f"/static/{name}" for name in STATIC_FILES)})
 """What shows nothing of any run."""
 _NO_DETAILS: Final = RunDetails(starts=(), more_starts=0, checkpoints=(), more_checkpoints=0, units={})
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -44,17 +39,15 @@ def console_pages(runs: Runs, settings: ConsoleSettings, *, clock: Callable[[], 
             web.post("/sign-out", pages.sign_out),
             web.get("/healthz", pages.healthy),
             web.get("/readyz", pages.ready),
-            *(web.get(f"/static/{name}", _static(name, content_type)) for name, content_type in _STATIC.items()),
+            *(web.get(f"/static/{name}", _static(name)) for name in STATIC_FILES),
         ]
     )
     return application
 
 
-def _static(name: str, content_type: str) -> _Handler:
-    body = resources.files("mooring_agent.console").joinpath("static", name).read_bytes()
-
+def _static(name: str) -> _Handler:
     async def send(_: web.Request) -> web.Response:
-        return web.Response(body=body, content_type=content_type, charset="utf-8")
+        return static_file(name)
 
     return send
 

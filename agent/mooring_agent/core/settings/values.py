@@ -271,7 +271,8 @@ class Settings:
     ] = ()
     http_address: Annotated[
         str,
-        "host:port that serves /metrics, /healthz, /readyz and /progressz; without a host: all addresses; empty: none.",
+        "host:port that serves /metrics, /healthz, /readyz, /progressz and, at /, the agent's timeline; without a "
+        "host: all addresses; empty: none.",
     ] = ""
     log_format: Annotated[str, "Format of the log: json or console."] = "json"
     nice: Annotated[

@@ -1,6 +1,7 @@
 """Serves /metrics for Prometheus, /healthz (the event loop runs), /readyz (the agent is not exiting) and /progressz.
 
-/progressz is for the trainer's own liveness probe: the trainers are not stuck, or nobody knows.
+/progressz is for the trainer's own liveness probe: the trainers are not stuck, or nobody knows. People see the agent's
+timeline at /, if the packages of the console are installed.
 """
 
 import asyncio
@@ -12,10 +13,12 @@ from typing import TYPE_CHECKING, Final
 import structlog
 
 from mooring_agent.core.agent.state import State
+from mooring_agent.core.stored.ledger import AgentLife
 from mooring_agent.ports import Clock
 from mooring_agent.runtime.engine.telemetry import StateCollector
 
 if TYPE_CHECKING:
+    from aiohttp import web
     from prometheus_client import CollectorRegistry
 
 _MOST_CONNECTIONS: Final = 64
@@ -27,15 +30,20 @@ log = structlog.get_logger("mooring.http")
 
 
 @asynccontextmanager
-async def serve_http(address: str, state: Callable[[], State], clock: Clock) -> AsyncIterator[None]:
-    """Serve while the context is open. `address` is host:port; if it is empty, nothing is served."""
+async def serve_http(
+    address: str, state: Callable[[], State], clock: Clock, life: Callable[[], AgentLife]
+) -> AsyncIterator[None]:
+    """Serve while the context is open. `address` is host:port; if it is empty, nothing is served.
+
+    `life` returns what the agent has noted for the ledger.
+    """
     if not address:
         yield
         return
     # In a thread, because calls are served already. Here, because an agent without these pages and without S3 need not
     # hold the ten megabytes that aiohttp takes.
     await asyncio.to_thread(import_module, "mooring_agent.adapters.http_server")
-    from mooring_agent.adapters.http_server import probe_pages, serving
+    from mooring_agent.adapters import http_server
 
     def registry() -> "CollectorRegistry":
         from prometheus_client import CollectorRegistry
@@ -44,15 +52,33 @@ async def serve_http(address: str, state: Callable[[], State], clock: Clock) -> 
         metrics.register(StateCollector(state, clock.now))
         return metrics
 
+    async def timeline(request: "web.Request") -> "web.StreamResponse":
+        try:
+            await asyncio.to_thread(import_module, "mooring_agent.console.agent_page")
+        except ImportError:
+            return http_server.plain_answer(501, "this page needs the packages of mooring-agent[console]")
+        from mooring_agent.console.agent_page import AgentNow, answer
+
+        now, newest = state(), state().progress.newest
+        return await answer(
+            request,
+            AgentNow(
+                life=life(), at=clock.now(), ranks=len(now.alive_ranks), step=None if newest is None else newest.step
+            ),
+        )
+
+    pages = http_server.probe_pages(
+        registry,
+        {
+            "/readyz": lambda: "exiting" if state().termination.exiting else "",
+            "/progressz": lambda: "stuck" if state().progress.stuck else "",
+        },
+    )
+    for path in ("/", "/static/{name}"):
+        pages.router.add_get(path, timeline, allow_head=False)
     host, _, port = address.rpartition(":")
-    async with serving(
-        probe_pages(
-            registry,
-            {
-                "/readyz": lambda: "exiting" if state().termination.exiting else "",
-                "/progressz": lambda: "stuck" if state().progress.stuck else "",
-            },
-        ),
+    async with http_server.serving(
+        pages,
         (host.strip("[]"), int(port)),
         option="--http-address",
         most=_MOST_CONNECTIONS,

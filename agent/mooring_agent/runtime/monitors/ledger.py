@@ -88,6 +88,8 @@ class LedgerWriter:
         self._agent = secrets.token_hex(8)
         self._start = restored.start if restored else settings.cluster.pod_uid or self._agent
         self._entries: deque[LedgerEntry] = deque(maxlen=_ENTRIES_KEPT)
+        self._first: LedgerEntry | None = None
+        self._noted: deque[LedgerEntry] = deque(maxlen=_ENTRIES_KEPT)
         self._number = 0
         self._objects = 0
         self._ranks = 0
@@ -141,6 +143,11 @@ class LedgerWriter:
             case _:
                 pass
 
+    def life(self) -> AgentLife:
+        """Return the first entry and the newest others, written or not."""
+        first = () if self._first is None else (self._first,)
+        return self._life_with((*first, *self._noted))
+
     async def write(self) -> None:
         """Write an object whenever one is due, until cancelled."""
         while True:
@@ -177,7 +184,12 @@ class LedgerWriter:
 
     def _add(self, make: Callable[[int], LedgerEntry], *, wants_object: bool = True) -> None:
         self._number += 1
-        self._entries.append(make(self._number))
+        entry = make(self._number)
+        self._entries.append(entry)
+        if self._first is None:
+            self._first = entry
+        else:
+            self._noted.append(entry)
         self._wants_object |= wants_object
         self._news.set()
 
@@ -263,10 +275,11 @@ class LedgerWriter:
         self._wants_object |= bool(self._entries) and is_full
 
     def _encoded(self, entries: tuple[LedgerEntry, ...]) -> bytes:
-        return encode_life(
-            AgentLife(
-                agent=self._agent, attempt=self._attempt, place=self._place, node_rank=self._node_rank, entries=entries
-            )
+        return encode_life(self._life_with(entries))
+
+    def _life_with(self, entries: tuple[LedgerEntry, ...]) -> AgentLife:
+        return AgentLife(
+            agent=self._agent, attempt=self._attempt, place=self._place, node_rank=self._node_rank, entries=entries
         )
 
     def _say(self, error: BaseException) -> None:

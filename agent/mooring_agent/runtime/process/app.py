@@ -269,7 +269,7 @@ async def run_agent(settings: Settings, *, fresh: bool = False, parent_pid: int 
         )
         await stack.enter_async_context(serve_grpc(service, Path(settings.socket)))
         # After the API, so that an agent that says it is ready serves it.
-        await stack.enter_async_context(serve_http(settings.http_address, lambda: state, clock))
+        await stack.enter_async_context(serve_http(settings.http_address, lambda: state, clock, ledger.life))
         log.info("agent.serving", version=__version__, socket=settings.socket, destination=settings.store.destination)
         if limit := cpu_limit():
             log.info("cpu.limited", limit=str(limit), hint="in a pod, raise mooring.dev/cpu")
