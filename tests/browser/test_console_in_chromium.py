@@ -16,6 +16,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 ROWS = "tbody th a"
 TEAMS = [f"teams/{name}" for name in ("abandoned", "complete", "interrupted", "running", "stopped", "unreadable")]
 TRAINING = Path(__file__).parents[2] / "examples" / "fleet" / "train.py"
+_OPEN_SECONDS = 20.0
+"""It takes some tenths of a second. The bound is for a page that costs requests to the store."""
 TOKEN = "a token of the tests, long enough"
 
 Show = Callable[..., Shown]
@@ -156,6 +158,28 @@ def test_a_page_follows_a_run_without_being_loaded_again(shown: Show, tmp_path: 
         assert step() > first
     finally:
         training.stop()
+
+
+def test_500_runs_of_200_checkpoints_are_opened_sorted_and_searched(browser: Browser, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.console.many_runs", "500", "200", "--stay"]
+    console = Daemon(command, tmp_path / "console.log")
+    try:
+        wait_until(lambda: "http://" in console.log.read_text(), "all runs are read", 150.0)
+        address = next(line for line in console.log.read_text().splitlines() if line.startswith("http://"))
+        browser.open(address)
+        assert "500 runs" in browser.text()
+        names = browser.texts(ROWS)
+        assert names[0] == "team/run-00000"
+        # What the server and the browser take for it, beside whatever else this machine does.
+        assert browser.run("return performance.getEntriesByType('navigation')[0].duration") < 1000 * _OPEN_SECONDS
+        browser.driver.find_element("name", "q").send_keys("00499")
+        wait_for_rows(browser, ["team/run-00499"])
+        browser.driver.find_element("link text", "team/run-00499").click()
+        wait_until(lambda: browser.texts("h1") == ["team/run-00499"], "the run's page is there")
+        assert len(browser.texts("section[aria-labelledby=checkpoints] tbody tr")) == 200
+        assert browser.complaints() == []
+    finally:
+        console.stop()
 
 
 def test_without_javascript_everything_is_there(shown: Show) -> None:

@@ -76,8 +76,8 @@ def _info(key: str, found: tuple[bytes, float]) -> ObjectInfo:
     return ObjectInfo(key=key, size_bytes=len(found[0]), modified_at=found[1], version="")
 
 
-async def _serve(runs: int, checkpoints: int) -> None:
-    """Read all runs twice, and ask for pages."""
+async def _serve(runs: int, checkpoints: int, *, stay: bool) -> None:
+    """Read all runs twice, and ask for pages; or, with `stay`, say the address and serve for ever."""
     # Its client is most of what a console on S3 takes, so it is loaded though nothing is asked of it.
     client = await open_s3_store(StoreSettings(destination="s3://bucket/runs", region="us-east-1"), RateLimiter())
     settings = ConsoleSettings(destination="s3://bucket/runs")
@@ -96,6 +96,9 @@ async def _serve(runs: int, checkpoints: int) -> None:
         ) as (host, port),
         aiohttp.ClientSession() as session,
     ):
+        if stay:
+            print(f"http://{host}:{port}/", flush=True)
+            await asyncio.Event().wait()
         for address in ("/", "/?sort=goodput", "/api/runs", "/run?name=team/run-00001"):
             async with session.get(f"http://{host}:{port}{address}") as answer:
                 assert answer.status == 200
@@ -104,7 +107,7 @@ async def _serve(runs: int, checkpoints: int) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(_serve(int(sys.argv[1]), int(sys.argv[2])))
+    asyncio.run(_serve(int(sys.argv[1]), int(sys.argv[2]), stay="--stay" in sys.argv))
     status = Path("/proc/self/status").read_text()
     # The most memory that this process had, in KiB.
     print(next(line.split()[1] for line in status.splitlines() if line.startswith("VmHWM")))
