@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import pytest
+from tests.core.listings import why_kept
 from tests.fakes.fake_store import FakeStore
 from tests.fakes.memory_store import MemoryStore
 from tests.restore.stored_checkpoints import store_checkpoint
@@ -150,6 +151,7 @@ async def test_what_has_a_damaged_marker_stays_as_it_is() -> None:
     report = await prune(store, _KEEP, now=store.now)
     assert set(store.objects) == before
     assert report.reductions == ()
+    assert why_kept(report.plan)[left.save] == "the marker of its weights cannot be read"
 
 
 async def test_du_counts_weights_alone_as_such() -> None:

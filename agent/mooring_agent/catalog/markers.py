@@ -113,6 +113,14 @@ async def list_weights_only(store: StoreReader, *, step: int | None = None) -> t
     return await in_order(store, [one async for listed in store.list(prefix) if (one := weights_only_save(listed))])
 
 
+async def list_weights_alone(
+    store: StoreReader, committed: Iterable[CommittedSave], *, step: int | None = None
+) -> tuple[CommittedSave, ...]:
+    """Return those of `list_weights_only` that are not in `committed`."""
+    saves = {one.save for one in committed}
+    return tuple([one for one in await list_weights_only(store, step=step) if one.save not in saves])
+
+
 async def list_snapshots(store: StoreReader) -> dict[str, tuple[CommittedSave, ...]]:
     """Return the committed snapshots of every series, newest first. Reads only markers that share a number."""
     groups = by_series([one async for listed in store.list(SNAPSHOTS_PREFIX) if (one := committed_save(listed))])

@@ -10,7 +10,7 @@ more.
 """
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import structlog
@@ -136,6 +136,8 @@ async def prune(
         now=now,
         weights_markers=weights_only.second_markers,
     )
+    if not plan.refused:
+        plan = replace(plan, kept=(*plan.kept, *weights_only.kept()))
     if settings.keep_final:
         doomed = {key for one in plan.deletions if not one.may_share for key in one.markers}
         plan = without_finals(plan, await finals(store, [one for one in agreed if one.key in doomed]))

@@ -4,7 +4,7 @@ Invariants: the weights marker is read back before the commit marker is deleted,
 deleted is what the weights marker names.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -16,6 +16,7 @@ from mooring_agent.catalog.object_reads import DAMAGE, for_each, if_there
 from mooring_agent.core.errors import ErrorKind, StoreError, checkpoint_corrupt
 from mooring_agent.core.model import WeightsOnly, is_optimizer_file
 from mooring_agent.core.policies.restore_choice import CommittedSave
+from mooring_agent.core.policies.retention.deletions import Kept
 from mooring_agent.core.policies.retention.weights_only import Reduction
 from mooring_agent.core.settings.values import RetentionSettings
 from mooring_agent.core.stored.object_layout import DAMAGED_PREFIX, RESUME_PREFIX, WEIGHTS_PREFIX, weights_key
@@ -40,6 +41,11 @@ class WeightsOnlySaves:
     patterns: dict[str, Sequence[str]]
     second_markers: dict[str, str]
     unreadable: frozenset[str]
+
+    def kept(self) -> Iterator[Kept]:
+        """Yield why the saves stay that are not judged."""
+        for save in sorted(self.unreadable):
+            yield Kept(name="", save=save, reason="the marker of its weights cannot be read")
 
 
 async def read_weights_only(store: StoreReader, listing: Listing) -> WeightsOnlySaves:

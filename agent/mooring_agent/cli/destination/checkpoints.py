@@ -18,7 +18,7 @@ from mooring_agent.catalog.markers import (
     list_committed,
     list_snapshots,
     list_step,
-    list_weights_only,
+    list_weights_alone,
     newest_committed,
     read_marker,
     saved_at,
@@ -243,9 +243,7 @@ async def _ls(settings: StoreSettings, newest: int | None) -> tuple[list[dict[st
 async def _announced(store: StoreReader, newest: int | None) -> Sequence[CommittedSave]:
     """Return the checkpoints, newest first, and among them those of which only the weights are left."""
     committed = await (list_committed(store) if newest is None else newest_committed(store, newest))
-    saves = {one.save for one in committed}
-    left = [one for one in await list_weights_only(store) if one.save not in saves]
-    return newest_first([*committed, *left])
+    return newest_first([*committed, *await list_weights_alone(store, committed)])
 
 
 def _row(committed: CommittedSave, answer: CommitMarker | str) -> dict[str, Any]:
@@ -322,8 +320,7 @@ async def _chosen(store: StoreReader, step: int | None, everything: bool) -> lis
     """
     if step is not None:
         found = await list_step(store, step)
-        saves = {one.save for one in found}
-        return [*found, *(one for one in await list_weights_only(store, step=step) if one.save not in saves)]
+        return [*found, *await list_weights_alone(store, found, step=step)]
     committed = await (_announced(store, None) if everything else newest_committed(store))
     groups = [committed, *(await list_snapshots(store)).values()]
     return [
