@@ -17,6 +17,7 @@ from mooring_agent.core.settings.values import Settings, TerminationSettings
 from mooring_agent.runtime.api.server import AgentService
 from mooring_agent.runtime.monitors import monitors
 from mooring_agent.runtime.monitors.monitors import Monitors
+from mooring_agent.runtime.monitors.ranks import RanksLook
 from mooring_agent.runtime.monitors.unannounced import UnannouncedRecovery
 from mooring_agent.runtime.work.announcements import Announcement
 from mooring_api.names import CHECKPOINT_DIRECTORY
@@ -80,7 +81,8 @@ class _Agent:
         self.engine, self.store = _Engine(play), _SilentStore()
         self.announcements = _Announcements(self.engine)
         clock = cast(Any, SimpleNamespace(now=lambda: play.now))
-        live_ranks = cast(Any, SimpleNamespace(alive=frozenset))
+        nobody = RanksLook(alive=frozenset(), newest=None, age_seconds=0.0)
+        live_ranks = cast(Any, SimpleNamespace(look=lambda: nobody))
         self.monitors = Monitors(
             engine=cast(Any, self.engine),
             clock=clock,

@@ -10,7 +10,9 @@ import pytest
 from structlog.testing import capture_logs
 
 from mooring_agent.core.errors import ErrorKind, VolumeError
+from mooring_agent.core.policies.progress import Progress
 from mooring_agent.runtime.monitors.monitors import Monitors
+from mooring_agent.runtime.monitors.ranks import RanksLook
 
 
 class _Presence:
@@ -18,10 +20,10 @@ class _Presence:
 
     trouble = ""
 
-    def alive(self) -> frozenset[int]:
+    def look(self) -> RanksLook:
         if self.trouble:
             raise VolumeError(ErrorKind.ACCESS_DENIED, self.trouble, hint="the same user")
-        return frozenset()
+        return RanksLook(alive=frozenset(), newest=None, age_seconds=0.0)
 
 
 @pytest.fixture
@@ -34,9 +36,10 @@ async def test_a_trouble_that_lasts_is_told_once_and_again_when_it_changes(
     tmp_path: Path, executor: ThreadPoolExecutor
 ) -> None:
     live_ranks = _Presence()
+    state = SimpleNamespace(alive_ranks=frozenset(), progress=Progress(), are_trainers_stuck=lambda now: False)
     monitors = Monitors(
-        engine=cast(Any, SimpleNamespace(state=SimpleNamespace(alive_ranks=frozenset()))),
-        clock=cast(Any, None),
+        engine=cast(Any, SimpleNamespace(state=state)),
+        clock=cast(Any, SimpleNamespace(now=lambda: 0.0)),
         live_ranks=cast(Any, live_ranks),
         executor=executor,
         settings=cast(Any, SimpleNamespace(volume=str(tmp_path))),

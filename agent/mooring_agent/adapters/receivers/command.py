@@ -10,6 +10,8 @@ from typing import Final
 from mooring_agent.core.errors import ErrorKind, EventReceiverError
 
 _STDERR: Final = 2
+_REAP_SECONDS: Final = 1.0
+"""A killed process is over at once, unless its disk or its network share hangs."""
 
 
 async def run_event_command(command: str, body: bytes, limit_seconds: float) -> None:
@@ -42,6 +44,9 @@ async def run_event_command(command: str, body: bytes, limit_seconds: float) -> 
         # Also what it has left behind.
         with contextlib.suppress(OSError):
             os.killpg(process.pid, signal.SIGKILL)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_REAP_SECONDS):
+                await process.wait()
     if process.returncode:
         raise EventReceiverError(
             ErrorKind.REQUEST_REFUSED,
