@@ -8,6 +8,7 @@ from tests.harness.agent_process import AgentProcess, wait_until, write_checkpoi
 from tests.servers.process import free_port
 
 from mooring_agent.console.agent_page import AgentNow, agent_page
+from mooring_agent.core.policies.restore_choice import CommittedSave
 from mooring_agent.core.stored.ledger import AgentLife, AgentStarted, Noticed, RanksChanged, SaveCommitted, Saved
 
 _ANSWER_SECONDS = 60.0
@@ -37,13 +38,19 @@ def test_the_page_of_a_running_agent_goes_on_with_its_commits(tmp_path: Path) ->
         agent.wait_committed(agent.announce(source, 41).save, _ANSWER_SECONDS)
         _, page, _ = get(address, "/")
         assert "step 41, taken" in page
+        assert "cannot be read now" not in page
         assert "<td>committed</td>" in page
         assert str(tmp_path) not in page, "the destination is nobody's business"
         for name in ("console.css", "console.js", "icon.svg"):
             assert f"/static/{name}" in page
             assert get(address, f"/static/{name}")[0] == 200
-        assert get(address, "/static/base.html")[0] == 404
-        assert get(address, "/static/..%2ftemplates%2fbase.html")[0] == 404
+        for name in ("base.html", "..%2ftemplates%2fbase.html"):
+            assert get(address, f"/static/{name}")[0] == 404
+    with AgentProcess(tmp_path / "another", f"file://{tmp_path}/bucket", http_address=address) as agent:
+        wait_serving(agent)
+        page = get(address, "/")[1]
+        assert "2 starts" in page, "what the first agent noted is in the bucket"
+        assert "step 41, taken" in page
 
 
 def test_an_agent_without_the_consoles_packages_says_what_the_page_needs(tmp_path: Path) -> None:
@@ -86,6 +93,37 @@ def test_it_shows_saves_snapshots_and_notices_and_what_is_uncommitted() -> None:
     assert "2.0 KiB" in page
     assert "snapshot of <bdi>node-0</bdi>" in page
     assert "1 termination notices" in page
+
+
+def test_it_shows_the_rest_of_its_run_and_why_that_is_older() -> None:
+    other = AgentLife(
+        agent="b",
+        attempt="job-0",
+        place="",
+        node_rank=0,
+        entries=(
+            AgentStarted(number=1, at=100.0, start="t"),
+            RanksChanged(number=2, at=110.0, ranks=1),
+            Saved(number=3, at=200.0, save="gone", step=5, save_kind="periodic"),
+            SaveCommitted(number=4, at=210.0, save="gone", size_bytes=1, upload_seconds=1.0),
+            RanksChanged(number=5, at=300.0, ranks=0),
+        ),
+    )
+    known = CommittedSave(key="", step=7, save="one", modified_at=1110.0)
+    now = AgentNow(
+        life=_life(),
+        lives=(other,),
+        committed=(known,),
+        all_listed=True,
+        problem="<no answer>",
+        at=1200.0,
+        ranks=1,
+        step=9,
+    )
+    page = agent_page(now)
+    assert "2 starts" in page
+    assert "<td>pruned</td>" in page
+    assert "cannot be read now: &lt;no answer&gt;" in page
 
 
 def test_hostile_names_are_text() -> None:

@@ -57,14 +57,14 @@ class Ledger:
         return not (self.lives or self.unreadable or self.left_out)
 
 
-async def read_ledger(store: StoreReader, run: str = "") -> Ledger:
-    """Read all of a run's ledger."""
+async def read_ledger(store: StoreReader, run: str = "", *, most_bytes: int = LEDGER_OBJECTS_BYTES) -> Ledger:
+    """Read a run's ledger: all of it, or its newest objects with `most_bytes` together."""
     lives: dict[str, Sequence[AgentLife]] = {}
     unreadable: set[str] = set()
     refusals: list[StoreError] = []
     left_out = 0
     for _ in range(_LISTINGS):
-        keys, left_out = await newest_objects(store, run, most_bytes=LEDGER_OBJECTS_BYTES)
+        keys, left_out = await newest_objects(store, run, most_bytes=most_bytes)
         wanted = [key for key in keys if key not in lives and key not in unreadable]
         gone = False
 

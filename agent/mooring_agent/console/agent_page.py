@@ -1,6 +1,6 @@
-"""The page that an agent serves on its own port: the timeline of its life, live, from what it has noted itself.
+"""The page that an agent serves on its own port: the timeline of its run, live by what the agent has noted itself.
 
-It asks the store for nothing. It shows no destination, because whoever reaches the port may see it.
+It shows no destination, because whoever reaches the port may see it.
 """
 
 import asyncio
@@ -15,9 +15,9 @@ from mooring_agent.console.static_files import STATIC_FILES, static_file
 from mooring_agent.console.timeline import timeline_of
 from mooring_agent.core.mirror.base import series_of
 from mooring_agent.core.model import Kind
-from mooring_agent.core.policies.restore_choice import CommittedSave
+from mooring_agent.core.policies.restore_choice import CommittedSave, newest_first
 from mooring_agent.core.policies.run_overview import overview_of
-from mooring_agent.core.stored.ledger import AgentLife, SaveCommitted, Saved
+from mooring_agent.core.stored.ledger import AgentLife, SaveCommitted, Saved, joined_lives
 
 _REFRESH_SECONDS: Final = 5
 _one_at_a_time: Final = asyncio.Semaphore(1)
@@ -28,10 +28,15 @@ _one_at_a_time: Final = asyncio.Semaphore(1)
 class AgentNow:
     """What an agent has noted of its life, and how things stand `at` that moment (unix seconds).
 
-    `step` is the newest that a trainer tells; None if none does.
+    `lives` are those in the run's ledger, and `committed` the newest committed saves, both as they were read last, all
+    of them if `all_listed`; `problem` says why that was long ago. `step` is the newest that a trainer tells; None if none does.
     """
 
     life: AgentLife
+    lives: tuple[AgentLife, ...] = ()
+    committed: tuple[CommittedSave, ...] = ()
+    all_listed: bool = False
+    problem: str = ""
     at: float
     ranks: int
     step: int | None
@@ -54,10 +59,15 @@ async def answer(request: web.Request, now: AgentNow) -> web.Response:
 
 def agent_page(now: AgentNow) -> str:
     """Render the page."""
-    overview, details = overview_of(_committed(now.life), None, [now.life])
+    lives = joined_lives([now.life, *now.lives])
+    known = {one.save for one in now.committed}
+    own = [one for one in _committed(now.life) if one.save not in known]
+    listed = newest_first([*own, *now.committed])
+    overview, details = overview_of(listed, None, lives, all_listed=now.all_listed)
     return render(
         "agent",
         life=now.life,
+        problem=now.problem,
         ranks=now.ranks,
         step=now.step,
         one=overview,

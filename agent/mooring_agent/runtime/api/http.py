@@ -15,6 +15,7 @@ import structlog
 from mooring_agent.core.agent.state import State
 from mooring_agent.core.stored.ledger import AgentLife
 from mooring_agent.ports import Clock
+from mooring_agent.runtime.api.whole_run import WholeRun
 from mooring_agent.runtime.engine.telemetry import StateCollector
 
 if TYPE_CHECKING:
@@ -31,11 +32,11 @@ log = structlog.get_logger("mooring.http")
 
 @asynccontextmanager
 async def serve_http(
-    address: str, state: Callable[[], State], clock: Clock, life: Callable[[], AgentLife]
+    address: str, state: Callable[[], State], clock: Clock, life: Callable[[], AgentLife], run: WholeRun
 ) -> AsyncIterator[None]:
     """Serve while the context is open. `address` is host:port; if it is empty, nothing is served.
 
-    `life` returns what the agent has noted for the ledger.
+    `life` returns what the agent has noted for the ledger; `run` knows the rest of its run.
     """
     if not address:
         yield
@@ -59,11 +60,18 @@ async def serve_http(
             return http_server.plain_answer(501, "this page needs the packages of mooring-agent[console]")
         from mooring_agent.console.agent_page import AgentNow, answer
 
-        now, newest = state(), state().progress.newest
+        seen, newest = await run.look(), state().progress.newest
         return await answer(
             request,
             AgentNow(
-                life=life(), at=clock.now(), ranks=len(now.alive_ranks), step=None if newest is None else newest.step
+                life=life(),
+                lives=seen.lives,
+                committed=seen.committed,
+                all_listed=seen.all_listed,
+                problem=seen.problem,
+                at=clock.now(),
+                ranks=len(state().alive_ranks),
+                step=None if newest is None else newest.step,
             ),
         )
 

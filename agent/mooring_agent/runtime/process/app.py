@@ -30,6 +30,7 @@ from mooring_agent.ports import Clock
 from mooring_agent.restore.start_record import read_start_record
 from mooring_agent.runtime.api.http import serve_http
 from mooring_agent.runtime.api.server import AgentService, serve_grpc
+from mooring_agent.runtime.api.whole_run import WholeRun
 from mooring_agent.runtime.engine.engine import Engine
 from mooring_agent.runtime.engine.journaling import recover
 from mooring_agent.runtime.engine.telemetry import say
@@ -269,7 +270,9 @@ async def run_agent(settings: Settings, *, fresh: bool = False, parent_pid: int 
         )
         await stack.enter_async_context(serve_grpc(service, Path(settings.socket)))
         # After the API, so that an agent that says it is ready serves it.
-        await stack.enter_async_context(serve_http(settings.http_address, lambda: state, clock, ledger.life))
+        await stack.enter_async_context(
+            serve_http(settings.http_address, lambda: state, clock, ledger.life, WholeRun(store))
+        )
         log.info("agent.serving", version=__version__, socket=settings.socket, destination=settings.store.destination)
         if limit := cpu_limit():
             log.info("cpu.limited", limit=str(limit), hint="in a pod, raise mooring.dev/cpu")
