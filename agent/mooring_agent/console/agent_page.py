@@ -29,8 +29,8 @@ class AgentNow:
     """What an agent has noted of its life, and how things stand `at` that moment (unix seconds).
 
     `lives` are those in the run's ledger, and `committed` the newest committed saves, both as they were read last, all
-    of them if `all_listed`; `problem` says why that was long ago. `step` is the newest that a trainer tells; None if none
-    does.
+    of them if `all_listed`; `problem` says why that was long ago. `step` is the newest that a trainer tells; None if
+    none does.
     """
 
     life: AgentLife
