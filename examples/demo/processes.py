@@ -18,7 +18,7 @@ from typing import Any, Final
 
 from mooring_agent.core.errors import ErrorKind, MooringError
 
-_START_SECONDS: Final = 20.0
+_START_SECONDS: Final = 60.0
 _END_SECONDS: Final = 15.0
 _POLL_SECONDS: Final = 0.02
 

@@ -36,7 +36,7 @@ _INTERRUPT_AFTER_STEP: Final = 46
 """Not close to the periodic saves before and after it."""
 _BUCKET: Final = "mooring-demo"
 _DESTINATION: Final = f"s3://{_BUCKET}/runs/first"
-_LIMIT_SECONDS: Final = 240.0
+_LIMIT_SECONDS: Final = 600.0
 _PROGRAM: Final = Path(__file__).with_name("train.py")
 _PACKAGES: Final = ("mooring", "mooring_agent", "mooring_api")
 

@@ -25,7 +25,7 @@ PACE: Final = {"STEP_SECONDS": "0.03", "WRITE_SECONDS": "0.03", "EVALUATION_SECO
 """An evaluation is longer than the quiet that a snapshot waits for, with the pause between two looks."""
 SLOW_PACE: Final = {**PACE, "WRITE_SECONDS": "0.2"}
 # They bound a hang and judge no speed.
-_WAIT_SECONDS: Final = 100.0
+_WAIT_SECONDS: Final = 400.0
 # A snapshot of a quiet moment holds everything that was complete so long before.
 _QUIET_SECONDS: Final = 2.0
 _LATE_SECONDS: Final = 4.0
