@@ -92,7 +92,7 @@ def test_it_shows_saves_snapshots_and_notices_and_what_is_uncommitted() -> None:
     assert "<dd>9</dd>" in page
     assert "2.0 KiB" in page
     assert "snapshot of <bdi>node-0</bdi>" in page
-    assert "1 termination notices" in page
+    assert "1 termination notice;" in page
 
 
 def test_it_shows_the_rest_of_its_run_and_why_that_is_older() -> None:

@@ -64,27 +64,31 @@ def timeline_of(details: RunDetails, *, running_at: float | None) -> Timeline | 
             Lane(
                 name="Starts",
                 marks=tuple(mark for start in starts for mark in _marks_of(start, axis)),
-                says=f"{len(starts)} starts",
+                says=_counted(len(starts), "start"),
             ),
             Lane(
                 name="Saves",
                 marks=tuple(
                     axis.moment("jit" if row.kind == Kind.JUST_IN_TIME else "save", row.taken_at) for row in shown
                 ),
-                says=f"{len(shown)} saves",
+                says=_counted(len(shown), "save"),
             ),
             Lane(
                 name="Commits",
                 marks=tuple(axis.moment("commit", row.committed_at) for row in commits if row.committed_at),
-                says=f"{len(commits)} commits",
+                says=_counted(len(commits), "commit"),
             ),
             Lane(
                 name="Notices",
                 marks=tuple(axis.moment("notice", at) for at in notices),
-                says=f"{len(notices)} termination notices",
+                says=_counted(len(notices), "termination notice"),
             ),
         ),
     )
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def _until(start: StartRow, now: float) -> StartRow:
