@@ -19,7 +19,13 @@ from mooring_agent.core.policies.restore_choice import CommittedSave
 from mooring_agent.core.policies.retention.deletions import Kept
 from mooring_agent.core.policies.retention.weights_only import Reduction
 from mooring_agent.core.settings.values import RetentionSettings
-from mooring_agent.core.stored.object_layout import DAMAGED_PREFIX, RESUME_PREFIX, WEIGHTS_PREFIX, weights_key
+from mooring_agent.core.stored.object_layout import (
+    DAMAGED_PREFIX,
+    RESUME_PREFIX,
+    WEIGHTS_PREFIX,
+    file_path,
+    weights_key,
+)
 from mooring_agent.core.stored.weights_marker import decode_weights_marker, encode_weights_marker
 from mooring_agent.ports import StoreReader, StoreWriter
 
@@ -105,8 +111,7 @@ async def reduce_saves(
             _log.warning("weights_only.left_whole", save=one.committed.save, error=str(error))
             continue
         await store.delete(one.committed.key)
-        prefix = f"{one.name}/{one.committed.save}/"
-        keys = [key for key in one.keys if is_optimizer_file(key.removeprefix(prefix), named)]
+        keys = [key for key in one.keys if (path := file_path(key)) and is_optimizer_file(path, named)]
         await for_each(keys, store.delete, at_once=_REQUESTS_AT_ONCE)
         done.append(one)
     return tuple(done)

@@ -146,9 +146,10 @@ def is_manifest(key: str) -> bool:
     return f"/{STATE_DIRECTORY}/{_MANIFEST}" in key
 
 
-def is_file_key(key: str) -> bool:
-    """Whether a key below a save's prefix is that of a file, and not of a manifest, a pack or a reservation."""
-    return key.split("/")[2:3] != [STATE_DIRECTORY]
+def file_path(key: str) -> str | None:
+    """Return the path of the file with this key, which lies in a save; None for a manifest, a pack or a reservation."""
+    path = key.split("/", 2)[2]
+    return None if path.startswith(f"{STATE_DIRECTORY}/") else path
 
 
 def pack_key(info: SaveInfo, rank: int, number: int) -> str:

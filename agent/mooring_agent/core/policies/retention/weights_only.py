@@ -14,7 +14,7 @@ from mooring_agent.core.policies.retention.horizon import skipped
 from mooring_agent.core.policies.retention.policies import Newest, why_wanted
 from mooring_agent.core.policies.retention.verdict import is_live
 from mooring_agent.core.settings.values import RetentionSettings
-from mooring_agent.core.stored.object_layout import is_file_key
+from mooring_agent.core.stored.object_layout import file_path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +85,6 @@ def _old(announced: Sequence[CommittedSave], settings: RetentionSettings) -> set
 
 def optimizer_keys(folder: StoredSave, patterns: Collection[str]) -> tuple[str, ...]:
     """Return the keys of a save's files with the optimizer's state; none if no other file would stay."""
-    prefix = f"{folder.name}/{folder.save}/"
-    own = [key for key in folder.sizes_bytes if is_file_key(key)]
-    keys = sorted(key for key in own if is_optimizer_file(key.removeprefix(prefix), patterns))
-    return tuple(keys) if len(keys) < len(own) else ()
+    paths = {key: path for key in folder.sizes_bytes if (path := file_path(key))}
+    keys = sorted(key for key, path in paths.items() if is_optimizer_file(path, patterns))
+    return tuple(keys) if len(keys) < len(paths) else ()
