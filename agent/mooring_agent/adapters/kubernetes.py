@@ -152,17 +152,26 @@ _MESSAGE_LIMIT: Final = 1024
 _POD_NAME_LIMIT: Final = 230
 
 
+def _api_server(settings: ClusterSettings, executor: Executor, *, hint: str, without: str) -> ApiServer:
+    return ApiServer(
+        settings.kubernetes_host,
+        settings.kubernetes_port,
+        Path(settings.service_account_directory),
+        executor,
+        call_seconds=_CALL_SECONDS,
+        hint=hint,
+        without=without,
+    )
+
+
 class KubernetesCluster:
     """`ports.Cluster` by the API server. `executor` reads the service account's files."""
 
     def __init__(self, settings: ClusterSettings, executor: Executor) -> None:
         self._settings = settings
-        self._api_server = ApiServer(
-            settings.kubernetes_host,
-            settings.kubernetes_port,
-            Path(settings.service_account_directory),
+        self._api_server = _api_server(
+            settings,
             executor,
-            call_seconds=_CALL_SECONDS,
             hint="give the pod's service account a Role that may create events and patch pods",
             without=", or set cluster_events to false",
         )
@@ -220,12 +229,9 @@ class KueueWorkload:
     def __init__(self, settings: ClusterSettings, executor: Executor) -> None:
         self._settings = settings
         self._job_uid = settings.job_uid or settings.pod_uid
-        self._api_server = ApiServer(
-            settings.kubernetes_host,
-            settings.kubernetes_port,
-            Path(settings.service_account_directory),
+        self._api_server = _api_server(
+            settings,
             executor,
-            call_seconds=_CALL_SECONDS,
             hint="give the pod's service account a Role that may list and patch Kueue's workloads",
             without=", or set priority_boost to 0",
         )
