@@ -15,6 +15,7 @@ from mooring_agent.catalog.listing import list_all
 from mooring_agent.catalog.markers import list_committed
 from mooring_agent.catalog.pruning import prune
 from mooring_agent.core.errors import ErrorKind, StoreError
+from mooring_agent.core.limits import LEDGER_OBJECTS, LEDGER_OBJECTS_BYTES
 from mooring_agent.core.settings.values import RetentionSettings
 from mooring_agent.core.stored.ledger import AgentLife, encode_life
 from mooring_agent.core.stored.object_layout import LEDGER_PREFIX, ledger_key
@@ -64,14 +65,14 @@ async def test_a_ledger_is_read_whole_and_what_is_damaged_is_counted() -> None:
     assert by_agent(found.lives) == by_agent([lost, LIVES[1]])
 
 
-@pytest.mark.parametrize(("limit", "value"), [("LEDGER_OBJECTS", 3), ("LEDGER_OBJECTS_BYTES", 900)])
+@pytest.mark.parametrize(("objects", "most_bytes"), [(3, LEDGER_OBJECTS_BYTES), (LEDGER_OBJECTS, 900)])
 async def test_of_too_large_a_ledger_the_newest_objects_are_read(
-    monkeypatch: pytest.MonkeyPatch, limit: str, value: int
+    monkeypatch: pytest.MonkeyPatch, objects: int, most_bytes: int
 ) -> None:
     store = FakeStore()
     keys = await note(store)
-    monkeypatch.setattr(f"mooring_agent.catalog.ledger.{limit}", value)
-    found = await read_ledger(store)
+    monkeypatch.setattr("mooring_agent.catalog.ledger.LEDGER_OBJECTS", objects)
+    found = await read_ledger(store, most_bytes=most_bytes)
     entries = [entry for life in found.lives for entry in life.entries]
     assert 0 < len(entries) == len(keys) - found.left_out < len(keys)
     assert entries == list(LIVES[1].entries[-len(entries) :])
