@@ -133,7 +133,8 @@ class FakeApiServer:
             case "get" if name:
                 return self.shelf.get(resource, name)
             case "list" if request.match_info["version"] in self.versions:
-                return {"items": self.shelf.labelled(resource, request.query.get("labelSelector", ""))}
+                label, field = (request.query.get(f"{kind}Selector", "") for kind in ("label", "field"))
+                return {"items": self.shelf.selected(resource, label=label, field=field)}
             case "list":
                 raise RefusedError(404, "NotFound", "the server could not find the requested resource")
             case "create" if not name:

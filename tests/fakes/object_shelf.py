@@ -32,11 +32,15 @@ class ObjectShelf:
             raise RefusedError(404, "NotFound", f'{resource} "{name}" not found')
         return copy.deepcopy(found)
 
-    def labelled(self, resource: str, selector: str) -> list[Document]:
-        """Objects with the one label that `selector` names, as `key=value`."""
-        key, _, value = selector.partition("=")
-        found = [one for (kind, _), one in self._objects.items() if kind == resource]
-        return copy.deepcopy([one for one in found if one["metadata"].get("labels", {}).get(key) == value])
+    def selected(self, resource: str, *, label: str = "", field: str = "") -> list[Document]:
+        """Objects with the one label that `label` names, as `key=value`, or with the name in `field`."""
+        found = [one["metadata"] for (kind, _), one in self._objects.items() if kind == resource]
+        if field:
+            chosen = [one for one in found if f"metadata.name={one['name']}" == field]
+        else:
+            key, _, value = label.partition("=")
+            chosen = [one for one in found if one.get("labels", {}).get(key) == value]
+        return [self.get(resource, one["name"]) for one in chosen]
 
     def create(self, resource: str, content: Mapping[str, Any]) -> Document:
         name = content["metadata"]["name"]

@@ -23,6 +23,7 @@ from tests.injection.small_pods import (
 from mooring_agent.core.injection.spec import Injection
 
 ROOT = Path(__file__).parents[2]
+_WORKLOAD = "kueue.x-k8s.io/workload"
 _JOBSET = "jobset.sigs.k8s.io/"
 _LWS = "leaderworkerset.sigs.k8s.io/"
 
@@ -237,6 +238,23 @@ class TestJobs:
         assert variables(mutated(before, asked), "mooring-agent").get("MOORING_JOB_UID") == job_uid
         asked = replace(ASKED, settings=tells)
         assert "MOORING_JOB_UID" not in variables(mutated(before, asked), "mooring-agent")
+
+    @pytest.mark.parametrize(
+        ("more", "name"),
+        [
+            ({"annotations": {_WORKLOAD: "trainjob-a-b1c2"}, "labels": {_WORKLOAD: "other"}}, "trainjob-a-b1c2"),
+            ({"labels": {_WORKLOAD: "trainjob-a-b1c2"}}, "trainjob-a-b1c2"),
+            ({"annotations": {_WORKLOAD: "no,name=of anything"}}, None),
+            ({}, None),
+        ],
+    )
+    def test_an_agent_that_tells_kueue_knows_the_workload_that_its_pod_names(
+        self, more: dict[str, Any], name: str | None
+    ) -> None:
+        before = pod()
+        before["metadata"] |= more
+        asked = replace(ASKED, settings={"MOORING_CLUSTER_EVENTS": "true", "MOORING_PRIORITY_BOOST": "100"})
+        assert variables(mutated(before, asked), "mooring-agent").get("MOORING_WORKLOAD_NAME") == name
 
     @pytest.mark.parametrize(("group", "worker", "late"), [("1", "0", "group-index"), ("0", "1", "worker-index")])
     def test_labels_that_another_webhook_writes_after_ours_change_nothing(

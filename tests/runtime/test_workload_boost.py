@@ -136,8 +136,12 @@ def boost_of(server: FakeApiServer, name: str) -> str | None:
 
 
 @pytest.mark.parametrize("versions", [("v1beta1",), ("v1beta1", "v1beta2")])
+@pytest.mark.parametrize(
+    ("workload_name", "job_uid"),
+    [("", "job-uid"), ("job-llama", "of-a-job-in-between"), ("made-anew-meanwhile", "job-uid")],
+)
 async def test_the_workload_of_the_pods_job_gets_the_annotation_and_no_other(
-    server: FakeApiServer, tmp_path: Path, versions: tuple[str, ...]
+    server: FakeApiServer, tmp_path: Path, versions: tuple[str, ...], workload_name: str, job_uid: str
 ) -> None:
     server.versions = versions
     run = Run()
@@ -145,7 +149,8 @@ async def test_the_workload_of_the_pods_job_gets_the_annotation_and_no_other(
     address = urlsplit(server.url)
     cluster = replace(
         run.play.state.settings.cluster,
-        job_uid="job-uid",
+        workload_name=workload_name,
+        job_uid=job_uid,
         kubernetes_host=str(address.hostname),
         kubernetes_port=address.port or 0,
         service_account_directory=str(server.service_account(tmp_path / "account")),

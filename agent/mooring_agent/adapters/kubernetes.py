@@ -228,7 +228,10 @@ class KueueWorkload:
 
     def __init__(self, settings: ClusterSettings, executor: Executor) -> None:
         self._settings = settings
-        self._job_uid = settings.job_uid or settings.pod_uid
+        by_label = f"{JOB_LABEL}={settings.job_uid or settings.pod_uid}"
+        self._selectors = {"labelSelector": by_label}
+        if settings.workload_name:
+            self._selectors = {"fieldSelector": f"metadata.name={settings.workload_name}", **self._selectors}
         self._api_server = _api_server(
             settings,
             executor,
@@ -255,21 +258,21 @@ class KueueWorkload:
 
     async def _find(self) -> str:
         namespace = self._settings.pod_namespace or (await self._api_server.read("namespace")).strip()
-        query = urlencode({"labelSelector": f"{JOB_LABEL}={self._job_uid}", "limit": "1"})
         for version in _VERSIONS:
             path = f"/apis/kueue.x-k8s.io/{version}/namespaces/{namespace}/workloads"
             try:
-                found = await self._api_server.call("GET", f"{path}?{query}")
+                for selector in self._selectors.items():
+                    query = urlencode([selector, ("limit", "1")])
+                    if name := _first_name(await self._api_server.call("GET", f"{path}?{query}")):
+                        return f"{path}/{quote(name, safe='')}"
             except ClusterError as error:
                 if error.kind is ErrorKind.NOT_FOUND and version != _VERSIONS[-1]:
                     continue
                 raise
-            if name := _first_name(found):
-                return f"{path}/{quote(name, safe='')}"
             break
         raise ClusterError(
             ErrorKind.NOT_FOUND,
-            f"no Workload of Kueue has the label {JOB_LABEL}={self._job_uid}",
+            f"Kueue has no Workload with {' or '.join(self._selectors.values())}",
             hint="set priority_boost for jobs that Kueue manages, and the uid of the job that it manages as job_uid",
         )
 

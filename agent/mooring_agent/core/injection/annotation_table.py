@@ -184,6 +184,7 @@ _SET_BY_THE_INJECTION: Final = frozenset(
         "progress.stuck_exit_code",
         # It would run beside the store's credentials.
         "events.event_command",
+        "cluster.workload_name",
         "cluster.job_uid",
         "cluster.pod_name",
         "cluster.pod_namespace",

@@ -151,8 +151,12 @@ def _own_name(
         {"name": name, "valueFrom": {"fieldRef": {"apiVersion": "v1", "fieldPath": path}}}
         for name, path in _FROM_THE_POD.items()
     ]
-    if _PRIORITY_BOOST in injection.settings and (job_uid := job_identity.job_uid(metadata)):
-        entries.append({"name": environment_variable("cluster.job_uid"), "value": job_uid})
+    if _PRIORITY_BOOST in injection.settings:
+        known = {
+            environment_variable("cluster.workload_name"): job_identity.workload_name(metadata),
+            environment_variable("cluster.job_uid"): job_identity.job_uid(metadata),
+        }
+        entries += [{"name": name, "value": text} for name, text in known.items() if text]
     return entries
 
 

@@ -18,6 +18,7 @@ _JOBSET: Final = "jobset.sigs.k8s.io/"
 _TRAINING: Final = "training.kubeflow.org/"
 _LEADER_WORKER: Final = "leaderworkerset.sigs.k8s.io/"
 _STATEFUL_SET: Final = "apps.kubernetes.io/"
+_WORKLOAD: Final = "kueue.x-k8s.io/workload"
 
 
 def node_rank(metadata: Mapping[str, Any]) -> int | None:
@@ -79,6 +80,14 @@ def attempt(metadata: Mapping[str, Any]) -> str:
         (_owner(metadata),),
     )
     return _first_word(found)
+
+
+def workload_name(metadata: Mapping[str, Any]) -> str:
+    """Return the name of the Workload by which Kueue admitted the pod; empty if Kueue did not write it there.
+
+    By topology it always does, and newer releases for all jobs; of a TrainJob nothing else in the pod leads to it.
+    """
+    return _first_word(tuple((present(metadata, kind, {}).get(_WORKLOAD),) for kind in ("annotations", "labels")))
 
 
 def job_uid(metadata: Mapping[str, Any]) -> str:

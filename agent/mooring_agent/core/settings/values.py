@@ -213,6 +213,7 @@ class ClusterSettings:
         "rises again as uncommitted work grows. Needs cluster_events, and permission to list and patch workloads; 0: "
         "off.",
     ] = 0
+    workload_name: Annotated[str, "Name of the job's Workload in Kueue; empty: found by `job_uid`."] = ""
     job_uid: Annotated[str, "Uid of the job that Kueue manages; empty: the pod's."] = ""
     pod_name: Annotated[str, "The pod's name; empty: POD_NAME."] = ""
     pod_namespace: Annotated[str, "The pod's namespace; empty: POD_NAMESPACE, or the service account's."] = ""
