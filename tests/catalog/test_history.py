@@ -10,9 +10,10 @@ from tests.fakes.fake_store import FakeStore
 from tests.restore.stored_checkpoints import store_checkpoint
 
 from mooring_agent.catalog import markers
+from mooring_agent.catalog.damage import note_damage
 from mooring_agent.catalog.deep_check import check
 from mooring_agent.catalog.markers import list_committed, list_down_to, list_step, newest_committed
-from mooring_agent.catalog.pruning import PruneReport, note_damage, prune
+from mooring_agent.catalog.pruning import PruneReport, prune
 from mooring_agent.catalog.recent_pruning import prune_recent
 from mooring_agent.core.model import Kind, SaveInfo
 from mooring_agent.core.policies.retention import horizon as horizon_rules

@@ -8,9 +8,10 @@ from tests.core.listings import why_kept
 from tests.fakes.fake_store import FakeStore
 from tests.restore.stored_checkpoints import flip_byte, store_checkpoint, truncate
 
+from mooring_agent.catalog.damage import note_damage
 from mooring_agent.catalog.deep_check import check
 from mooring_agent.catalog.markers import list_committed, list_snapshots
-from mooring_agent.catalog.pruning import PruneReport, note_damage, prune
+from mooring_agent.catalog.pruning import PruneReport, prune
 from mooring_agent.catalog.recent_pruning import prune_recent
 from mooring_agent.core.errors import ErrorKind, StoreError
 from mooring_agent.core.model import RankManifest

@@ -21,7 +21,7 @@ from mooring_agent.adapters.open_store import open_store
 from mooring_agent.cli.store_work import opened
 from mooring_agent.core.model import SaveInfo
 from mooring_agent.core.settings.values import StoreSettings
-from mooring_agent.core.stored.object_layout import file_key, marker_key
+from mooring_agent.core.stored.object_layout import damage_key, file_key, marker_key
 
 
 def fill(settings: StoreSettings, *steps: int, flip: int = -1) -> list[SaveInfo]:
@@ -107,6 +107,20 @@ def test_ls_says_which_marker_is_damaged(bucket: StoreSettings) -> None:
     completed = mooring("ls", bucket.destination)
     assert completed.returncode == 1
     assert marker_key(info) in completed.stdout
+
+
+def test_ls_says_what_a_restore_found_damaged_until_verify_finds_it_whole(bucket: StoreSettings) -> None:
+    info, _ = fill(bucket, 100, 200)
+    note = Path(bucket.destination.removeprefix("file://")) / damage_key(info.save)
+    note.parent.mkdir(parents=True)
+    note.write_text("model.pt is wrong\n")
+    shown = mooring("ls", bucket.destination)
+    assert shown.returncode == 1
+    assert shown.stdout.splitlines()[-1].endswith("step 100: a restore found it damaged: model.pt is wrong")
+    listed = mooring("ls", bucket.destination, "--json")
+    assert [row["problem"] != "" for row in answer(listed)["checkpoints"]] == [False, True]
+    assert mooring("verify", bucket.destination, "--step", 100).returncode == 0
+    assert mooring("ls", bucket.destination).returncode == 0
 
 
 def test_verify_reads_every_byte_and_names_the_object_with_the_flipped_one(bucket: StoreSettings) -> None:

@@ -15,7 +15,7 @@ from mooring_agent.console.refresh import Runs
 from mooring_agent.console.settings import ConsoleSettings
 from mooring_agent.core.policies.run_overview import RunStanding, overview_of
 from mooring_agent.core.stored.ledger import encode_life
-from mooring_agent.core.stored.object_layout import ledger_key
+from mooring_agent.core.stored.object_layout import damage_key, ledger_key
 
 RUNS = 100
 MOST_KIB = 150 * 1024
@@ -27,8 +27,8 @@ async def test_a_round_lists_each_running_run_twice_and_reads_only_what_is_new()
     runs = Runs(store, ConsoleSettings(destination="s3://bucket/runs"), clock=lambda: last_at + 60.0)
     await runs.read_all()
     assert len(runs.known) == RUNS
-    # Each folder is looked into once, its weights are listed, and its newest marker and its ledger are read.
-    assert store.calls == {"list_folders": 2 + RUNS, "list": 4 * RUNS, "get": 2 * RUNS}
+    # Each folder is looked into once, its weights and its damage are listed, and its newest marker and ledger are read.
+    assert store.calls == {"list_folders": 2 + RUNS, "list": 5 * RUNS, "get": 2 * RUNS}
     store.calls.clear()
     await runs.read_all()
     assert store.calls == {"list_folders": 2, "list": 2 * RUNS}
@@ -40,7 +40,7 @@ async def test_a_round_lists_each_running_run_twice_and_reads_only_what_is_new()
         store.own[folder + key] = body, last_at + 40
     store.calls.clear()
     await runs.read_all()
-    assert store.calls == {"list_folders": 2, "list": 2 * RUNS + 1, "get": 2}
+    assert store.calls == {"list_folders": 2, "list": 2 * RUNS + 2, "get": 2}
     overview = runs.known[folder.removesuffix("/")].overview
     assert overview is not None
     assert overview.recovery is not None
@@ -84,6 +84,22 @@ async def test_a_run_that_is_deleted_is_no_longer_shown_and_a_new_one_is(console
     opened.put("three/", interrupted_run())
     await opened.runs.read_all()
     assert list(opened.runs.known) == ["three", "two"]
+
+
+async def test_a_checkpoint_that_a_restore_found_damaged_is_no_recovery_point(console: Opener) -> None:
+    opened = await console()
+    opened.put("one/", long_run(3, began_at=NOW - 1860))
+    await opened.runs.read_all()
+    assert (await opened.get("/run?name=one"))[1].count("<td>committed</td>") == 3
+    life = NotedLife("agent-2")
+    life.start(NOW)
+    opened.put("one/", {damage_key("save-300"): (b"model.pt is wrong", NOW), **run_objects([life.life])})
+    await opened.runs.read_all()
+    overview = opened.runs.known["one"].overview
+    assert overview is not None
+    assert overview.recovery is not None
+    assert overview.recovery.step == 200
+    assert "<td>damaged</td>" in (await opened.get("/run?name=one"))[1]
 
 
 async def test_what_nobody_foresaw_of_one_run_hides_no_other(console: Opener, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -187,6 +187,17 @@ def test_a_save_of_which_only_the_weights_are_left_is_not_called_pruned() -> Non
     assert {row.state for row in details.checkpoints if row.step == 50} == {CheckpointState.WEIGHTS_ONLY}
 
 
+def test_what_a_restore_found_damaged_is_stored_but_no_recovery_point() -> None:
+    overview, details = of([100, 200], [], newest=marker(100), damaged={"save-200"})
+    assert overview.recovery is not None
+    assert (overview.recovery.step, overview.recovery.kind) == (100, "periodic")
+    assert (overview.listed, overview.stored_bytes, overview.unsized) == (2, 77, 1)
+    assert [(row.step, row.state) for row in details.checkpoints] == [
+        (200, CheckpointState.DAMAGED),
+        (100, CheckpointState.COMMITTED),
+    ]
+
+
 def test_what_the_listing_does_not_reach_is_not_called_pruned() -> None:
     life = NotedLife("agent-1")
     life.start(1000)

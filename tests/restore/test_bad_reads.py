@@ -13,9 +13,9 @@ from tests.servers.fault_proxy import FaultProxy
 from tests.servers.server import Bucket
 
 from mooring_agent.adapters.open_store import open_store
+from mooring_agent.catalog.damage import note_damage
 from mooring_agent.catalog.deep_check import check
 from mooring_agent.catalog.markers import list_committed, read_marker
-from mooring_agent.catalog.pruning import note_damage
 from mooring_agent.catalog.reading import load
 from mooring_agent.core.agent.commands import Commit, Turn
 from mooring_agent.core.agent.events import Committed

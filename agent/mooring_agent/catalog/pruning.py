@@ -4,9 +4,6 @@ Invariants: nothing is deleted unless two listings agree on what is committed an
 just now; a save that is committed meanwhile is neither judged nor touched; a save that a young pin names stays, and so
 does the pin of an attempt that may be alive; a save that restore noted as damaged never justifies a deletion; of
 snapshots only those objects go that no remaining one names. What a save loses that stays, docs/design/0020 says.
-
-A note of damage is a hint, not a condition: a reader without write access does without it, and a wrong note only keeps
-more.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -43,25 +40,6 @@ from mooring_agent.ports import ObjectInfo, StoreReader, StoreWriter, UploadInfo
 from mooring_api.names import STATE_DIRECTORY
 
 _log: structlog.typing.FilteringBoundLogger = structlog.get_logger()
-
-
-async def note_damage(store: StoreWriter, save: str, reason: str) -> None:
-    try:
-        await store.put(damage_key(save), f"{reason}\n".encode(errors="backslashreplace"))
-    except StoreError as error:
-        _log.warning("damage.not_noted", save=save, error=str(error))
-
-
-async def clear_damage(store: StoreWriter, save: str) -> None:
-    """Remove a save's note of damage, because every byte of it was just found good."""
-    key = damage_key(save)
-    try:
-        # The HEAD comes first: few saves have a note, and fewer readers may delete.
-        if await if_there(store.head(key)):
-            await store.delete(key)
-            _log.info("damage.note_removed", save=save)
-    except StoreError as error:
-        _log.warning("damage.note_stays", save=save, error=str(error))
 
 
 REQUESTS_AT_ONCE: Final = 8

@@ -12,6 +12,7 @@ prune is not seen. The oldest that it sees may look like a milestone: then it to
 from collections.abc import Collection, Iterable
 from functools import partial
 
+from mooring_agent.catalog.damage import damaged_saves
 from mooring_agent.catalog.markers import committed_save, in_order, list_down_to, read_marker, weights_only_save
 from mooring_agent.catalog.object_reads import DAMAGE, for_each
 from mooring_agent.catalog.pruning import REQUESTS_AT_ONCE, PruneReport, delete_saves, pinned, validate
@@ -24,7 +25,6 @@ from mooring_agent.core.policies.retention.horizon import Horizon, by_series
 from mooring_agent.core.policies.retention.verdict import FINAL, plan_prune, without_finals
 from mooring_agent.core.settings.values import RetentionSettings
 from mooring_agent.core.stored.object_layout import (
-    DAMAGED_PREFIX,
     RESUME_PREFIX,
     WEIGHTS_PREFIX,
     save_prefix,
@@ -57,7 +57,7 @@ async def prune_recent(
     judged = {one.save for one in committed}
     if not judged.issuperset(known):
         return None
-    noted = {one.key.removeprefix(DAMAGED_PREFIX) async for one in store.list(DAMAGED_PREFIX)}
+    noted = await damaged_saves(store)
     suspects = noted | horizon.skipped(committed)
     good = [one for one in committed if one.save not in suspects]
     judge = partial(plan_prune, settings=settings, damaged=noted, live=live, now=now)

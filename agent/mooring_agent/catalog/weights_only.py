@@ -10,6 +10,7 @@ from typing import Final
 
 import structlog
 
+from mooring_agent.catalog.damage import damaged_saves
 from mooring_agent.catalog.listing import Listing
 from mooring_agent.catalog.markers import read_marker
 from mooring_agent.catalog.object_reads import DAMAGE, for_each, if_there
@@ -20,7 +21,6 @@ from mooring_agent.core.policies.retention.deletions import Kept
 from mooring_agent.core.policies.retention.weights_only import Reduction
 from mooring_agent.core.settings.values import RetentionSettings
 from mooring_agent.core.stored.object_layout import (
-    DAMAGED_PREFIX,
     RESUME_PREFIX,
     WEIGHTS_PREFIX,
     file_path,
@@ -120,8 +120,7 @@ async def reduce_saves(
 async def _is_as_listed(store: StoreReader, listing: Listing) -> bool:
     """Whether the pins and the notes of damage are those of a listing, which may be hours old."""
     pins = {one.key async for one in store.list(RESUME_PREFIX)}
-    damaged = {one.key.removeprefix(DAMAGED_PREFIX) async for one in store.list(DAMAGED_PREFIX)}
-    return pins <= {one.key for one in listing.pins} and damaged <= listing.damaged
+    return pins <= {one.key for one in listing.pins} and await damaged_saves(store) <= listing.damaged
 
 
 async def _write_marker(store: StoreWriter, reduction: Reduction, patterns: Sequence[str]) -> Sequence[str]:

@@ -15,6 +15,7 @@ import msgspec
 import structlog
 
 from mooring_agent.adapters.priority import malloc_trim
+from mooring_agent.catalog.damage import damaged_saves
 from mooring_agent.catalog.kept_ledger import KeptLedger
 from mooring_agent.catalog.markers import newest_of_run, read_marker, weights_of_run
 from mooring_agent.catalog.object_reads import DAMAGE, for_each
@@ -72,13 +73,16 @@ class KnownRun:
     async def read(self, store: StoreReader, executor: ThreadPoolExecutor) -> None:
         """Read what has changed."""
         committed, all_listed = await newest_of_run(store, self.prefix, most=_MARKERS)
-        newest = await self._read_newest(store, committed[0]) if committed else None
-        listed = hash((committed, newest, all_listed))
+        listed = hash((committed, all_listed))
         # A prune that leaves the weights alone takes the commit marker away, so the listing above changes with them.
         weights = await weights_of_run(store, self.prefix, most=_MARKERS) if listed != self._listed else self._weights
         fresh = await self.ledger.fetch(store, self.prefix, needed=listed != self._listed)
         if fresh is None and listed == self._listed:
             return
+        # Whoever restores tells the ledger of its start too.
+        damaged = await damaged_saves(store, self.prefix)
+        usable = next((one for one in committed if one.save not in damaged), None)
+        newest = await self._read_newest(store, usable) if usable else None
 
         def compute() -> tuple[RunOverview, bytes]:
             self.ledger.add(fresh or ())
@@ -87,17 +91,20 @@ class KnownRun:
                 newest,
                 self.ledger.lives(),
                 weights_only=weights,
+                damaged=damaged,
                 all_listed=all_listed,
                 unread=self.ledger.unread,
             )
             return overview, zlib.compress(msgspec.json.encode(details), 6)
 
         overview, self._details = await asyncio.get_running_loop().run_in_executor(executor, compute)
-        self.overview, self._listed, self._weights = overview, listed, weights
+        # A marker that may not be read is asked for again, because somebody may grant that.
+        is_known = usable is None or self._newest[0] == usable.key
+        self.overview, self._listed, self._weights = overview, listed if is_known else None, weights
         self.is_empty = not (committed or weights or overview.time or overview.unread)
 
     async def _read_newest(self, store: StoreReader, committed: CommittedSave) -> CommitMarker | None:
-        """Return the marker of the newest checkpoint; None if it cannot be read."""
+        """Return the marker of the newest good checkpoint; None if it cannot be read."""
         if self._newest[0] != committed.key:
             try:
                 marker = await read_marker(store, committed, run=self.prefix)

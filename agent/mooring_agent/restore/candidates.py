@@ -11,9 +11,9 @@ from typing import TypeVar, assert_never
 
 import structlog
 
+from mooring_agent.catalog.damage import note_damage
 from mooring_agent.catalog.markers import has_marker
 from mooring_agent.catalog.object_reads import DAMAGE
-from mooring_agent.catalog.pruning import note_damage
 from mooring_agent.catalog.reading import CommittedCheckpoint, load
 from mooring_agent.core.errors import ErrorKind, StoreError
 from mooring_agent.core.policies.restore_choice import CommittedSave, GiveUp, Pin, StartFresh, Take, choose

@@ -15,9 +15,9 @@ from typing import TypeVar
 
 import structlog
 
+from mooring_agent.catalog.damage import clear_damage
 from mooring_agent.catalog.markers import list_committed, newest_committed
 from mooring_agent.catalog.object_reads import for_each
-from mooring_agent.catalog.pruning import clear_damage
 from mooring_agent.catalog.reading import CommittedCheckpoint
 from mooring_agent.catalog.weights_only import refuse_fresh_start
 from mooring_agent.core.policies.restore_choice import Pin

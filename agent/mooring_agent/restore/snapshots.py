@@ -21,8 +21,8 @@ import structlog
 
 from mooring_agent.adapters.output.mirror_state import read_base, write_base
 from mooring_agent.adapters.volume.errors import volume_error
+from mooring_agent.catalog.damage import clear_damage
 from mooring_agent.catalog.markers import list_snapshots
-from mooring_agent.catalog.pruning import clear_damage
 from mooring_agent.catalog.reading import CommittedCheckpoint
 from mooring_agent.core.errors import ErrorKind, StoreError
 from mooring_agent.core.mirror.base import MirrorBase, series_of

@@ -12,6 +12,7 @@ from typing import Any, Final
 import click
 
 from mooring_agent.catalog import pruning
+from mooring_agent.catalog.damage import clear_damage, damaged_saves, read_damage
 from mooring_agent.catalog.deep_check import check
 from mooring_agent.catalog.markers import (
     has_marker,
@@ -223,10 +224,13 @@ async def _ls(settings: StoreSettings, newest: int | None) -> tuple[list[dict[st
         committed = groups[0][:newest]
         snapshots = [one for group in groups[1:] for one in group[:newest]]
         answers: dict[str, CommitMarker | str] = {}
+        damaged = dict.fromkeys(await damaged_saves(store), "")
 
         async def read(one: CommittedSave) -> None:
             try:
                 answers[one.key] = await read_marker(store, one)
+                if one.save in damaged:
+                    damaged[one.save] = await read_damage(store, one.save)
             except StoreError as error:
                 if error.kind not in (*DAMAGE, ErrorKind.FORMAT_UNKNOWN):
                     raise
@@ -235,7 +239,8 @@ async def _ls(settings: StoreSettings, newest: int | None) -> tuple[list[dict[st
 
         await for_each((*committed, *snapshots), read, at_once=_MARKERS_AT_ONCE)
         checkpoints, snapshot_rows = (
-            [_row(one, answers[one.key]) for one in listed if one.key in answers] for listed in (committed, snapshots)
+            [_row(one, answers[one.key], damaged.get(one.save)) for one in listed if one.key in answers]
+            for listed in (committed, snapshots)
         )
         return checkpoints, snapshot_rows, older
 
@@ -246,7 +251,8 @@ async def _announced(store: StoreReader, newest: int | None) -> Sequence[Committ
     return newest_first([*committed, *await list_weights_alone(store, committed)])
 
 
-def _row(committed: CommittedSave, answer: CommitMarker | str) -> dict[str, Any]:
+def _row(committed: CommittedSave, answer: CommitMarker | str, damage: str | None) -> dict[str, Any]:
+    """Return what `ls` says of a save. `damage`: what a restore found wrong; None if none did."""
     row = _identity(committed)
     if isinstance(answer, str):
         return {**row, "problem": answer}
@@ -257,7 +263,7 @@ def _row(committed: CommittedSave, answer: CommitMarker | str) -> dict[str, Any]
         "file_count": answer.left_files,
         "size_bytes": answer.left_bytes,
         "saved_at": answer.saved_at,
-        "problem": "",
+        "problem": "" if damage is None else f"a restore found it damaged: {damage or 'it did not say how'}",
     }
 
 
@@ -307,7 +313,7 @@ async def _verify(
                     raise
                 problems = [Problem(key=one.key, what=str(error).removeprefix(f"{one.key} "))]
             if not problems:
-                await pruning.clear_damage(store, one.save)
+                await clear_damage(store, one.save)
             deleted = bool(problems) and not await has_marker(store, one)
             found.append((one, None if deleted else problems))
         return found

@@ -5,7 +5,7 @@ empty. Nothing here grows with the age of a run: the newest starts and checkpoin
 """
 
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Final
@@ -35,22 +35,31 @@ class RunStanding(StrEnum):
 
 
 class CheckpointState(StrEnum):
-    """`SHED` and `FAILED` are the ledger's words. `LOST`: nothing tells why it was never committed."""
+    """`SHED` and `FAILED` are the ledger's words. `LOST`: nothing tells why it was never committed.
+
+    `DAMAGED`: it is committed, and a restore has found it damaged.
+    """
 
     COMMITTED = "committed"
     PRUNED = "pruned"
     WEIGHTS_ONLY = "weights only"
+    DAMAGED = "damaged"
     IN_PROGRESS = "in progress"
     SHED = "shed"
     FAILED = "failed"
     LOST = "lost"
 
 
+_WHOLE: Final = (CheckpointState.COMMITTED, CheckpointState.DAMAGED)
+"""All its objects are there, as far as the listing tells."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecoveryPoint:
-    """The newest committed checkpoint. `taken_at` is when the state in it was that of the training, as far as known.
+    """The newest committed checkpoint that no restore has found damaged.
 
-    `step` is None if it is a snapshot, of whose steps nobody knows.
+    `taken_at` is when the state in it was that of the training, as far as known. `step` is None if it is a snapshot, of
+    whose steps nobody knows.
     """
 
     step: int | None
@@ -165,23 +174,26 @@ def overview_of(
     lives: Iterable[AgentLife],
     *,
     weights_only: Sequence[CommittedSave] = (),
+    damaged: Collection[str] = (),
     all_listed: bool = True,
     unread: int = 0,
 ) -> tuple[RunOverview, RunDetails]:
     """Compute what a run's pages show.
 
     `listed` are the committed saves, newest first: announced checkpoints, or snapshots if there are none. `newest` is
-    the marker of the first of them; None if it cannot be read. Of the saves in `weights_only` a prune has left the
-    weights.
+    the marker of the first of them that is not in `damaged`; None if it cannot be read. Of the saves in `weights_only`
+    a prune has left the weights.
     """
     known = tuple(lives)
     history = run_history(known)
     report = report_goodput(history) if history.starts else None
-    rows = _checkpoint_rows(listed, newest, history, known, weights_only=weights_only, all_listed=all_listed)
-    sizes = {row.save: row.size_bytes for row in rows if row.state is CheckpointState.COMMITTED and not row.series}
+    rows = _checkpoint_rows(
+        listed, newest, history, known, weights_only=weights_only, damaged=damaged, all_listed=all_listed
+    )
+    sizes = {row.save: row.size_bytes for row in rows if row.state in _WHOLE and not row.series}
     last = history.starts[-1] if history.starts else None
     overview = RunOverview(
-        recovery=_recovery_point(listed, newest, history),
+        recovery=_recovery_point([one for one in listed if one.save not in damaged], newest, history),
         time=_time(report) if report else None,
         last_sign_at=max((start.ended_at for start in history.starts), default=None),
         last_commit_at=max((one.modified_at for one in listed), default=None),
@@ -285,6 +297,7 @@ def _checkpoint_rows(
     lives: Iterable[AgentLife],
     *,
     weights_only: Iterable[CommittedSave],
+    damaged: Collection[str],
     all_listed: bool,
 ) -> tuple[CheckpointRow, ...]:
     lost = {entry.save: entry for life in lives for entry in life.entries if isinstance(entry, SaveLost)}
@@ -292,7 +305,10 @@ def _checkpoint_rows(
     stored = {one.save for one in listed}
     lowest = min((one.step for one in listed), default=0)
     last = history.starts[-1] if history.starts else None
-    rows = [_listed_row(one, noted.get(one.save), newest) for one in listed]
+    rows = [
+        replace(row, state=CheckpointState.DAMAGED) if row.save in damaged else row
+        for row in (_listed_row(one, noted.get(one.save), newest) for one in listed)
+    ]
     # A prune that was interrupted has left both markers: then it is whole.
     left = [one for one in weights_only if one.save not in stored]
     rows += [_weights_row(one, noted.get(one.save)) for one in left]

@@ -17,9 +17,9 @@ from typing import TypeVar
 
 import structlog
 
+from mooring_agent.catalog.damage import clear_damage, note_damage
 from mooring_agent.catalog.markers import has_marker
 from mooring_agent.catalog.object_reads import DAMAGE
-from mooring_agent.catalog.pruning import clear_damage, note_damage
 from mooring_agent.catalog.reading import load
 from mooring_agent.core.agent.events import Announced, Committed, Event, TerminationNoticed
 from mooring_agent.core.agent.state import State
