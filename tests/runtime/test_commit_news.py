@@ -13,6 +13,7 @@ from typing import cast
 
 from structlog.testing import capture_logs
 from tests.core.play import settings
+from tests.runtime.patience import LIMIT_SECONDS, until
 from tests.servers.scripted import Asked, ScriptedServer, response
 
 from mooring_agent.core.agent.events import Event, NewsDue
@@ -23,8 +24,6 @@ from mooring_agent.core.settings.values import EventSettings
 from mooring_agent.runtime.engine.engine import Engine
 from mooring_agent.runtime.monitors.commit_news import CommitTeller
 
-# It bounds a hang and judges no speed.
-LIMIT_SECONDS = 60.0
 SECRET = "s3cr3t"
 
 
@@ -67,12 +66,6 @@ async def telling(owing: Owing) -> AsyncIterator[None]:
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks)
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(LIMIT_SECONDS):
-        while not holds():  # noqa: ASYNC110 - the other task makes it true
-            await asyncio.sleep(0.001)
 
 
 class Answers:

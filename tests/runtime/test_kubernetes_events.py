@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
@@ -10,6 +10,7 @@ import pytest
 from structlog.testing import capture_logs
 from tests.core.play import Play
 from tests.fakes.fake_cluster import FakeCluster
+from tests.runtime.patience import LIMIT_SECONDS, until
 
 from mooring_agent.core.agent.events import Committed, Failed, StepSeen, WorkFailed
 from mooring_agent.core.agent.reducer import advance
@@ -23,8 +24,6 @@ from mooring_agent.runtime.work.fetches import FetchProgress
 from mooring_api.names import ANNOTATION_LAST_COMMITTED
 
 LONG_SECONDS = 3600.0
-# It bounds a hang and judges no speed.
-LIMIT_SECONDS = 60.0
 
 
 class StillClock:
@@ -70,12 +69,6 @@ async def telling(news: KubernetesEvents) -> AsyncIterator[None]:
     finally:
         task.cancel()
         await asyncio.wait({task})
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(LIMIT_SECONDS):
-        while not holds():  # noqa: ASYNC110 - the other task makes it true
-            await asyncio.sleep(0)
 
 
 @pytest.fixture

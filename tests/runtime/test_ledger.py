@@ -1,7 +1,7 @@
 """What an agent notes in the ledger and when it writes: little, complete, and never in anybody's way."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any, cast
@@ -10,6 +10,7 @@ from structlog.testing import capture_logs
 from tests.core.play import Play, settings
 from tests.fakes.fake_ready_store import FakeReadyStore, StoreClock
 from tests.fakes.fake_store import FakeStore
+from tests.runtime.patience import LIMIT_SECONDS, until
 
 from mooring_agent.catalog.ledger import read_ledger
 from mooring_agent.core.agent.commands import Exit
@@ -41,8 +42,6 @@ from mooring_agent.core.stored.ledger import (
 from mooring_agent.restore.start_record import StartRecord
 from mooring_agent.runtime.monitors.ledger import LedgerWriter
 
-# It bounds a hang and judges no speed.
-LIMIT_SECONDS = 60.0
 LONG_SECONDS = 3600.0
 RESTORED = StartRecord(began_at=5.0, restored_at=9.0, resumed=Resumed.SAVE, step=70, save="of-70", start="one")
 
@@ -108,12 +107,6 @@ class Agent:
         finally:
             task.cancel()
             await asyncio.wait({task})
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(LIMIT_SECONDS):
-        while not holds():  # noqa: ASYNC110 - the other task makes it true
-            await asyncio.sleep(0)
 
 
 async def turns() -> None:

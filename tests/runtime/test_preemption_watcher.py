@@ -1,20 +1,19 @@
 """The preemption watcher passes each notice on once and in time. A service that fails or is absent does no harm."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import pytest
 from structlog.testing import capture_logs
 from tests.fakes.fake_preemption_source import FakePreemptionSource
+from tests.runtime.patience import until
 
 from mooring_agent.core.settings.values import TerminationSettings
 from mooring_agent.ports import TerminationNotice
 from mooring_agent.runtime.monitors.preemption import PreemptionWatcher, preemption_watcher
 
-# It bounds a hang and judges no speed.
-LIMIT_SECONDS = 60.0
 SOON = TerminationNotice(key="spot", left_seconds=120.0, source="fake spot")
 
 
@@ -51,12 +50,6 @@ class Listener:
     async def look_again(self) -> None:
         seen = self.clouds[0].looks
         await until(lambda: self.clouds[0].looks >= seen + 2)
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(LIMIT_SECONDS):
-        while not holds():  # noqa: ASYNC110 - it yields, and nobody would tell
-            await asyncio.sleep(0)
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 """What Kueue is told of a run: cheap to preempt just after a commit, never above its own priority, in few patches."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -12,6 +12,7 @@ import pytest
 from structlog.testing import capture_logs
 from tests.core.play import Play
 from tests.fakes.fake_api_server import FakeApiServer
+from tests.runtime.patience import until
 from tests.servers.tls import Certificate
 
 from mooring_agent.adapters.kubernetes import BOOST_ANNOTATION, JOB_LABEL
@@ -20,8 +21,6 @@ from mooring_agent.core.policies.priority_boost import priority_boost
 from mooring_agent.core.settings.values import ClusterSettings
 from mooring_agent.runtime.monitors.workload_boost import WorkloadBoost, workload_boost
 
-# It bounds a hang and judges no speed.
-LIMIT_SECONDS = 60.0
 DEPTH = 100
 USUAL_SECONDS = 1800.0
 
@@ -81,12 +80,6 @@ async def kept(boost: WorkloadBoost) -> AsyncIterator[None]:
     finally:
         task.cancel()
         await asyncio.wait({task})
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(LIMIT_SECONDS):
-        while not holds():  # noqa: ASYNC110 - the other task makes it true
-            await asyncio.sleep(0.001)
 
 
 async def test_a_change_is_one_patch_and_the_end_takes_the_boost_back() -> None:
