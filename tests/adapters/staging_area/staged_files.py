@@ -1,0 +1,34 @@
+"""Requests to stage a checkpoint, and what they leave on the volume."""
+
+from pathlib import Path
+
+import pytest
+
+from mooring_agent.adapters.volume.staging_area import LocalStagingArea
+from mooring_agent.core.errors import MooringError
+from mooring_agent.core.model import StagedFile
+from mooring_agent.ports import StagedDescriptor, StageRequest
+
+DESCRIPTOR = StagedDescriptor(announcements=("täst" * 20,), part_size_bytes=7)
+
+
+def stage_request(
+    source: Path, *files: str, save: str = "save-1", rank: int = 3, private: bool = False
+) -> StageRequest:
+    return StageRequest(save=save, rank=rank, path=str(source), files=files, private=private, descriptor=DESCRIPTOR)
+
+
+def staged_names(volume: Path) -> list[str]:
+    staged = volume / ".mooring" / "staged"
+    return sorted(path.relative_to(staged).as_posix() for path in staged.rglob("*")) if staged.exists() else []
+
+
+def refusal(area: LocalStagingArea, request: StageRequest) -> MooringError:
+    with pytest.raises(MooringError) as caught:
+        area.stage(request)
+    assert caught.value.hint
+    return caught.value
+
+
+def pinned_contents(volume: Path, files: tuple[StagedFile, ...]) -> dict[str, bytes]:
+    return {file.path: (volume / file.pin).read_bytes() for file in files}
