@@ -118,11 +118,11 @@ _THEIRS: Final = (
 )
 _TORCH: Final = ("torch", "functorch", "triton", "nvidia")
 _TO_BUILD: Final = ("setuptools", "wheel", "ninja", "packaging", "py-cpuinfo", "psutil")
-_HUGGING_FACE: Final = ("test_hugging_face.py", "test_hugging_face_killed.py")
+_HUGGING_FACE: Final = ("hugging_face_trainer", "test_hugging_face_killed.py")
 _ALL: Final = (
     *_HUGGING_FACE,
     "test_hugging_face_trl.py",
-    "test_lightning.py",
+    "lightning_trainer",
     "test_accelerate.py",
     "test_deepspeed.py",
 )

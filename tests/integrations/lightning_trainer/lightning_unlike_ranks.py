@@ -1,7 +1,7 @@
 """Two ranks of Lightning that resume from a checkpoint that the program names. Rank 1 is not protected: its volume is a
 file.
 
-torchrun … tests/integrations/lightning_unlike_ranks.py <directory>
+torchrun … tests/integrations/lightning_trainer/lightning_unlike_ranks.py <directory>
 """
 
 import os

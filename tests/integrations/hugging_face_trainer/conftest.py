@@ -1,0 +1,38 @@
+"""One process of Hugging Face's Trainer on a volume of its own, and an agent that answers."""
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.client.agent_server import AgentServer, serving
+
+import mooring.gate.signal_file
+from mooring.integrations import ownership
+from mooring.integrations.hugging_face import protection
+from mooring_api import names
+
+
+@pytest.fixture(autouse=True)
+def _process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """Each test is a process of its own, as far as the integration knows: see `make`."""
+    for name in (names.ENV_CHECKPOINT_DIRECTORY, names.ENV_SOCKET, names.ENV_ATTEMPT, "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(names.ENV_VOLUME, str(tmp_path / "v"))
+    monkeypatch.setattr(mooring.gate.signal_file, "_LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(ownership, "_outermost", None)
+    monkeypatch.setattr(protection.Protection, "_trained", False)
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    assert signal.getsignal(signal.SIGTERM) == before, "training gives SIGTERM back"
+
+
+@pytest.fixture
+def agent(tmp_path: Path) -> Iterator[AgentServer]:
+    with serving(tmp_path / "v" / names.STATE_DIRECTORY / names.SOCKET, AgentServer()) as server:
+        yield server
+
+
+@pytest.fixture
+def volume(tmp_path: Path) -> Path:
+    return tmp_path / "v"

@@ -1,0 +1,95 @@
+"""Which checkpoint a training with Hugging Face's Trainer resumes from."""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.client.agent_server import AgentServer
+from tests.integrations.conftest import leaving
+from tests.integrations.hugging_face_trainer.training import (
+    SINCE_5,
+    STEPS,
+    At,
+    TrainerCallback,
+    logged,
+    make,
+    stop,
+    terminate,
+    train,
+    weights,
+)
+
+from mooring.checkpoints.records import read_records, write_record
+from mooring_api import names
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),  # theirs
+    pytest.mark.timeout(300),
+]
+
+
+def test_what_restore_fetched_is_resumed_from_wherever_the_trainer_saves(volume: Path) -> None:
+    stop(make(volume / "checkpoints" / "run", At("on_step_end", 3, terminate)))
+    # As after `mooring restore` on an empty disk.
+    records = volume / names.STATE_DIRECTORY / names.RECORDS_DIRECTORY
+    record = read_records(records)[0]
+    write_record(records, replace(record, directory=None, committed=True))
+    shutil.move(volume / "checkpoints" / "run" / record.name, volume / "checkpoints" / record.name)
+    (volume / "checkpoints" / "run").rmdir()
+
+    resumed = train(make(volume / "checkpoints" / "run"))
+    assert [step for step, *_ in logged(resumed, "loss")] == list(range(1, STEPS + 1))
+    assert (volume / "checkpoints" / "run" / f"checkpoint-{STEPS}").is_dir()
+
+
+def test_a_torn_checkpoint_that_the_trainer_would_take_is_skipped(volume: Path) -> None:
+    stop(make(volume / "checkpoints", At("on_step_end", 6, terminate)))
+    (volume / "checkpoints" / "checkpoint-6" / "optimizer.pt").write_bytes(b"")
+    resumed: list[int] = []
+    train(make(volume / "checkpoints", At("on_train_begin", 4, lambda: resumed.append(4))), resume_from_checkpoint=True)
+    assert resumed == [4]
+
+
+@pytest.mark.parametrize(("wish", "begins_at"), [("checkpoint-4", 4), (True, 6), (None, 6), (False, 0)])
+def test_what_the_user_wants_to_resume_from_is_what_happens(wish: Any, begins_at: int, volume: Path) -> None:
+    stop(make(volume / "checkpoints", At("on_step_end", 6, terminate)))
+    begun: list[int] = []
+    wanted = str(volume / "checkpoints" / wish) if isinstance(wish, str) else wish
+    train(
+        make(volume / "checkpoints", At("on_train_begin", begins_at, lambda: begun.append(begins_at))),
+        resume_from_checkpoint=wanted,
+    )
+    assert begun == [begins_at]
+
+
+@SINCE_5
+def test_a_finished_training_is_not_trained_further(volume: Path) -> None:
+    finished = weights(train(make(volume / "checkpoints")))
+    again = train(make(volume / "checkpoints"))
+    assert weights(again) == finished
+    assert again.state.global_step == STEPS
+
+
+def test_the_newer_is_taken_of_its_own_directory_and_what_was_saved_just_in_time(
+    agent: AgentServer, volume: Path, tmp_path: Path
+) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    trained: list[list[int]] = []
+
+    def go_on(*callbacks: Any) -> Any:
+        begins: list[int] = []
+        trained.append(begins)
+        count = TrainerCallback()
+        count.on_step_end = lambda args, state, control, **_: begins.append(state.global_step)
+        return make(elsewhere, count, *callbacks)
+
+    with leaving():
+        train(go_on(At("on_step_end", 6, terminate)), resume_from_checkpoint=None)
+    with leaving():
+        # It begins with step 7, and is stopped when the directory has step 8.
+        train(go_on(At("on_step_end", 9, terminate)), resume_from_checkpoint=True)
+    shutil.rmtree(volume / "checkpoints" / "checkpoint-9")
+    train(go_on(), resume_from_checkpoint=True)
+    assert trained == [[1, 2, 3, 4, 5, 6], [7, 8, 9], [9, 10, 11, 12]]
