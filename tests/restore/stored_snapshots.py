@@ -69,3 +69,12 @@ async def store_snapshot(
     )
     await store_ranks(store, [[manifest]])
     return StoredSnapshot(info=info, entries=entries)
+
+
+FILES = {path: body(path) for path in ("out/ckpt.pt", "out/run-1/model.bin", "out/run-1/logs/train.log", "out/empty")}
+FILES["out/empty"] = b""
+
+
+def below(label: str, files: dict[str, bytes]) -> dict[str, bytes]:
+    """The files of one output directory, by their paths in it."""
+    return {path.removeprefix(f"{label}/"): held for path, held in files.items() if path.startswith(f"{label}/")}

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from tests.fakes.fake_store import FakeStore
 from tests.restore import stored_checkpoints
+from tests.restore.restored_volume import content
 from tests.restore.stored_checkpoints import flip_byte, rank_files, store_packed_checkpoint, truncate
 
 from mooring_agent.adapters.volume.shared_volume import Folder
@@ -46,10 +47,6 @@ async def run(store: ObjectStore, volume: Path) -> Restored | None:
     return await restore(
         store, checkpoint_directory=volume / "checkpoints", volume=volume, state_directory=volume / "state"
     )
-
-
-def content(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 async def test_packed_files_and_others_are_restored_together(real_store: ObjectStore, volume: Path) -> None:

@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tests.restore.restored_volume import content
 from tests.restore.stored_checkpoints import all_files, store_checkpoint
 from tests.servers.fault_proxy import Fault, FaultProxy, Rule
 from tests.servers.server import Bucket
@@ -35,10 +36,6 @@ async def fill(settings: StoreSettings, *steps: int) -> None:
     async with open_store(settings) as store:
         for step in steps:
             await store_checkpoint(store, step)
-
-
-def content(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 async def test_cut_connections_refusals_and_flipped_bits_on_the_way_cost_nothing_but_a_second_request(
