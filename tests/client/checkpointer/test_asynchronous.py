@@ -4,12 +4,12 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from tests.client.agent_server import AgentServer
+from tests.client.checkpointer.saved_steps import Make
 
 from mooring import Checkpointer, Kind
 from mooring.asynchronous_saves.background_writer import BackgroundWriter
@@ -17,8 +17,6 @@ from mooring.asynchronous_saves.empty_file import EmptyFile
 from mooring.checkpoints.records import read_records
 from mooring_api import names
 from mooring_api.v1 import agent_pb2
-
-Make = Callable[..., Checkpointer]
 
 
 def saved(checkpointer: Checkpointer, step: int, weight: torch.Tensor, kind: Kind | None = None) -> Path:
