@@ -11,6 +11,8 @@ from typing import Any, Self
 from tests.harness.agent_process import json_lines, wait_until
 
 TRAINER = Path(__file__).parents[1] / "integration" / "trainer.py"
+JUST_IN_TIME, NOT_DURABLE = 143, 75
+"""Exit codes of a run."""
 # They bound a hang and judge no speed: four processes start one after the other before the first step.
 _START_SECONDS = 90.0
 _END_SECONDS = 90.0
@@ -122,3 +124,8 @@ class RunProcess:
     def log(self, event: str) -> list[dict[str, Any]]:
         """The log lines of one event, of runner and agent, in order."""
         return [line for line in json_lines(self.output()) if line["event"] == event]
+
+
+def ends_of(run: RunProcess) -> list[dict[str, object]]:
+    """Of its agents, those that it did not expect."""
+    return run.log("run.agent_died")

@@ -1,17 +1,23 @@
-"""The other end of a TLS connection, by OpenSSL in a thread of its own, and a protocol that remembers what it heard."""
+"""Both ends of a TLS connection: OpenSSL in a thread of its own, and a protocol that remembers what it heard."""
 
 import asyncio
 import socket
 import ssl
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 import uvloop
 from tests.servers.tls import Certificate
 
+from mooring_agent.adapters.transfer.tls_connector import open_tls_connection
+from mooring_agent.adapters.transfer.tls_transport import TlsTransport
+from mooring_agent.core.settings.values import MIB
+
 WAIT_SECONDS = 60.0
+MORE_THAN_THE_KERNEL_HOLDS = 24 * MIB
 
 Run = Callable[[Coroutine[Any, Any, None]], None]
 on_both_loops = pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
@@ -69,3 +75,31 @@ class Recorder(asyncio.Protocol):
             while not holds():
                 self.changed.clear()
                 await self.changed.wait()
+
+
+@asynccontextmanager
+async def connected(
+    certificate: Certificate,
+    serve: Callable[[ssl.SSLSocket], None],
+    protocol: asyncio.BaseProtocol | None = None,
+    version: ssl.TLSVersion = ssl.TLSVersion.TLSv1_3,
+) -> AsyncIterator[tuple[TlsTransport, Peer]]:
+    """A transport whose other end `serve` has. Afterwards it is aborted, and the peer has ended."""
+    peer = Peer(certificate, serve)
+    peer.context.maximum_version = version
+    peer.start()
+    context = ssl.create_default_context(cafile=str(certificate.certificate))
+    plain = await asyncio.to_thread(socket.create_connection, peer.address)
+    plain.setblocking(False)
+    async with asyncio.timeout(WAIT_SECONDS):
+        transport = await open_tls_connection(protocol or Recorder(), plain, context, "127.0.0.1")
+    try:
+        yield transport, peer
+    finally:
+        transport.abort()
+        await asyncio.to_thread(peer.join, WAIT_SECONDS)
+        assert not peer.is_alive()
+
+
+def body_of(size: int) -> bytes:
+    return bytes(range(251)) * (size // 251) + bytes(size % 251)

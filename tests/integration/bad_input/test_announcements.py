@@ -1,61 +1,22 @@
-"""Everything a user can get wrong: each is a clear error with a hint, nothing is lost, and the agent stays up."""
+"""Whatever is wrong with an announcement or a call is said with a hint, and the next one is served."""
 
-import contextlib
 import math
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import grpc
 import pytest
-from google.rpc import error_details_pb2
-from grpc_status import rpc_status
 from tests.harness.agent_process import AgentProcess, tree, wait_until, write_checkpoint
 from tests.harness.bucket_view import BucketView
-from tests.harness.small_volume import mounted, remount
+from tests.integration.bad_input.agent_calls import MIB, SIZES, good_checkpoint, make_agent, refusal
 from tests.servers.fault_proxy import FaultProxy
-from tests.servers.rclone import RcloneServer
 from tests.servers.server import Bucket
 
-from mooring_agent.adapters.journal import SqliteJournal
-from mooring_agent.adapters.volume.disk import Reserve
-from mooring_api.names import AGENT_STATE_DIRECTORY, ERROR_DOMAIN, JOURNAL, STATE_DIRECTORY
 from mooring_api.v1 import agent_pb2
-
-MIB = 1024 * 1024
-SIZES = {"model.safetensors": 300_000, "config.json": 200}
-
-
-@pytest.fixture
-def agent(tmp_path: Path, rclone_bucket: Bucket) -> Iterator[AgentProcess]:
-    with make_agent(tmp_path / "volume", rclone_bucket) as agent:
-        yield agent
-
-
-def make_agent(volume: Path, bucket: Bucket, **settings: Any) -> AgentProcess:
-    return AgentProcess(volume, bucket.destination, **{"endpoint_url": bucket.endpoint_url, "watch": "off", **settings})
-
-
-def good_checkpoint(agent: AgentProcess, step: int = 7) -> Path:
-    return write_checkpoint(agent.checkpoints / f"checkpoint-{step}", SIZES, seed=step)
-
-
-def refusal(call: Callable[[], object]) -> tuple[str, str, str]:
-    """gRPC code, reason and hint of a call that must fail, as any client can decode them."""
-    with pytest.raises(grpc.RpcError) as caught:
-        call()
-    error: Any = caught.value
-    status = rpc_status.from_call(error)
-    assert status is not None, f"no google.rpc.Status: {error}"
-    info = error_details_pb2.ErrorInfo()
-    assert status.details[0].Unpack(info)
-    assert info.domain == ERROR_DOMAIN
-    assert info.metadata["hint"] in error.details()
-    return error.code().name, info.reason, info.metadata["hint"]
 
 
 def outside(agent: AgentProcess) -> dict[str, Any]:
@@ -265,177 +226,3 @@ def test_ten_thousand_files_simply_work(agent: AgentProcess, rclone_bucket: Buck
     agent.wait_committed(answer.save, 240)
     print(f"10,000 files: staged in {staged - began:.1f} s, committed {time.monotonic() - staged:.1f} s later")
     assert tree(BucketView(rclone_bucket).restore(tmp_path / "other")) == tree(directory)
-
-
-def storage_trouble(agent: AgentProcess, kind: str) -> str:
-    """Wait for it in the status and in the log; its hint."""
-
-    def found() -> list[dict[str, Any]]:
-        return [line for line in agent.log("work.failed") if line["kind"] == kind]
-
-    # A busy machine may see a time-out first.
-    wait_until(lambda: bool(found()), 60, f"the log says {kind}")
-    wait_until(lambda: agent.status().storage_error != "", 30, "the status says what is wrong with the storage")
-    line = found()[0]
-    assert line["error"]
-    hint: str = line["hint"]
-    assert hint
-    return hint
-
-
-def test_a_bucket_that_is_not_there_is_named_and_its_making_mends_it(tmp_path: Path, rclone_bucket: Bucket) -> None:
-    name = f"{rclone_bucket.name}-absent"
-    agent = AgentProcess(tmp_path / "volume", f"s3://{name}/runs/one", endpoint_url=rclone_bucket.endpoint_url)
-    with agent:
-        save = agent.announce(good_checkpoint(agent), 7).save
-        assert "bucket" in storage_trouble(agent, "bucket-missing")
-        assert name in agent.status().storage_error
-        rclone_bucket.client().create_bucket(Bucket=name)
-        agent.wait_committed(save)
-        assert agent.status().storage_error == ""
-
-
-@pytest.mark.parametrize("bucket_name", ["rclone_bucket", "ceph_bucket"])
-def test_a_wrong_secret_key_is_named_and_nothing_is_lost(
-    tmp_path: Path, bucket_name: str, request: pytest.FixtureRequest
-) -> None:
-    bucket: Bucket = request.getfixturevalue(bucket_name)
-    wrong = AgentProcess(
-        tmp_path / "volume",
-        bucket.destination,
-        environment={"AWS_SECRET_ACCESS_KEY": "not-the-secret"},
-        endpoint_url=bucket.endpoint_url,
-    )
-    with wrong:
-        save = wrong.announce(good_checkpoint(wrong), 7).save
-        assert "key" in storage_trouble(wrong, "access-denied")
-        assert "not-the-secret" not in wrong.log_text()
-    with make_agent(tmp_path / "volume", bucket) as mended:
-        mended.wait_committed(save)
-
-
-def test_an_endpoint_that_nobody_serves_is_named_and_waited_for(tmp_path: Path, s3_environment: None) -> None:
-    server = RcloneServer(tmp_path / "data")
-    agent = AgentProcess(tmp_path / "volume", "s3://later/run", endpoint_url=server.endpoint_url)
-    with agent:
-        save = agent.announce(good_checkpoint(agent), 7).save
-        storage_trouble(agent, "unreachable")
-        assert server.endpoint_url in agent.status().storage_error
-        (tmp_path / "data" / "later").mkdir(parents=True)
-        server.start()
-        try:
-            agent.wait_committed(save)
-        finally:
-            server.stop()
-
-
-@pytest.mark.root
-def test_a_read_only_volume_is_a_clear_error_at_the_start(tmp_path: Path, rclone_bucket: Bucket) -> None:
-    with mounted(tmp_path / "volume", 32 * MIB) as volume:
-        agent = make_agent(volume, rclone_bucket)
-        agent.checkpoints.mkdir()
-        remount(volume, "ro")
-        assert agent.start_refused() == 1
-        error, hint = agent.log_text().splitlines()[-2:]
-        assert error == f"error: cannot write to the volume {volume}: Read-only file system"
-        assert hint.startswith("hint: mount the volume read-write")
-        remount(volume, "rw")
-        with agent:
-            agent.wait_committed(agent.announce(good_checkpoint(agent), 7).save)
-
-
-@pytest.mark.root
-def test_a_full_volume_refuses_an_announcement_and_takes_it_once_there_is_room(
-    tmp_path: Path, rclone_bucket: Bucket
-) -> None:
-    with mounted(tmp_path / "volume", 32 * MIB) as volume, make_agent(volume, rclone_bucket) as agent:
-        directory = good_checkpoint(agent)
-        filler = volume / "filler"
-        # Without what is set aside for a last save, see test_full_volume.
-        (volume / ".mooring" / "reserve").unlink()
-        fill(filler)
-        code, reason, hint = refusal(lambda: agent.announce(directory, 7))
-        assert (code, reason) == ("RESOURCE_EXHAUSTED", "VOLUME_UNUSABLE")
-        assert "sizeLimit" in hint
-        filler.unlink()
-        agent.wait_committed(agent.announce(directory, 7).save)
-        assert [row["problems"] for row in BucketView(rclone_bucket).verify()] == [[]]
-
-
-@pytest.mark.root
-def test_an_agent_cannot_start_on_a_full_volume_and_says_why(tmp_path: Path, rclone_bucket: Bucket) -> None:
-    with mounted(tmp_path / "volume", 8 * MIB) as volume:
-        agent = make_agent(volume, rclone_bucket)
-        agent.checkpoints.mkdir()
-        filler = volume / "filler"
-        fill(filler)
-        assert agent.start_refused() == 1
-        error, hint = agent.log_text().splitlines()[-2:]
-        assert error.startswith("error: ")
-        assert "room" in hint or "space" in hint
-        filler.unlink()
-        with agent:
-            agent.wait_committed(agent.announce(good_checkpoint(agent), 7).save)
-
-
-def fill(path: Path) -> None:
-    """Take all the room there is, to the last byte."""
-    with path.open("wb", buffering=0) as file:
-        for block_bytes in (MIB, 4096, 1):
-            with contextlib.suppress(OSError):
-                while True:
-                    file.write(bytes(block_bytes))
-
-
-def test_a_second_agent_on_a_volume_is_refused_and_the_first_goes_on(
-    agent: AgentProcess, rclone_bucket: Bucket
-) -> None:
-    second = make_agent(agent.volume, rclone_bucket)
-    assert second.start_refused() == 1
-    error, hint = second.log_text().splitlines()[-2:]
-    assert error.startswith("error: ")
-    assert hint.startswith("hint: another agent uses this volume")
-    agent.wait_committed(agent.announce(good_checkpoint(agent), 7).save)
-
-
-def overwrite(journal: Path) -> None:
-    journal.write_bytes(b"no journal at all" * 1000)
-
-
-def write_as_a_later_version(journal: Path) -> None:
-    opened = SqliteJournal(journal, Reserve(journal.parent))
-    opened.rewrite([record.replace(b'"staged"', b'"staged-anew"') for record in list(opened.replay())])
-    opened.close()
-
-
-@pytest.mark.parametrize(
-    ("spoil", "event"), [(overwrite, "journal.damaged"), (write_as_a_later_version, "journal.unreadable")]
-)
-def test_a_journal_that_cannot_be_read_is_set_aside_and_the_announced_checkpoint_commits(
-    tmp_path: Path, rclone_bucket: Bucket, fault_proxy: FaultProxy, spoil: Callable[[Path], None], event: str
-) -> None:
-    fault_proxy.outage(True)
-    with make_agent(tmp_path / "volume", rclone_bucket, endpoint_url=fault_proxy.endpoint_url) as agent:
-        directory = good_checkpoint(agent)
-        original = tree(directory)
-        save = agent.announce(directory, 7).save
-        agent.kill()
-        # The trainer may rotate what was announced.
-        shutil.rmtree(directory)
-        journal = agent.volume / STATE_DIRECTORY / AGENT_STATE_DIRECTORY / JOURNAL
-        spoil(journal)
-        fault_proxy.outage(False)
-        agent.start()
-        assert agent.log(event)
-        assert [path.name for path in journal.parent.glob("*.damaged-1")] == [f"{JOURNAL}.damaged-1"]
-        agent.wait_committed(save)
-    assert tree(BucketView(rclone_bucket).restore(tmp_path / "other")) == original
-
-
-def test_wrong_settings_are_all_named_with_a_hint(tmp_path: Path) -> None:
-    agent = AgentProcess(tmp_path / "volume", "ftp://bucket/run", grace_seconds="soon")
-    assert agent.start_refused() == 2
-    lines = agent.log_text().splitlines()
-    assert lines[-1] == "hint: every setting is described in docs/settings.md"
-    assert "error: --grace-seconds: 'soon' is not a number" in lines
-    assert "error: destination 'ftp://bucket/run' is neither s3://bucket/prefix nor file:///absolute/path" in lines
