@@ -23,7 +23,8 @@ from typing import Final
 from urllib.parse import urlsplit
 
 from tests.harness.agent_process import AgentProcess, wait_until, write_checkpoint
-from tests.servers.fault_proxy import Fault, FaultProxy, Request, Rule
+from tests.servers.fault_proxy import FaultProxy
+from tests.servers.faults import Fault, Request, Rule
 from tests.servers.rclone import RcloneServer
 from tests.servers.server import ENVIRONMENT, make_bucket
 

@@ -3,7 +3,8 @@
 from pathlib import Path
 
 import pytest
-from tests.servers.fault_proxy import Fault, FaultProxy, Rule
+from tests.servers.fault_proxy import FaultProxy
+from tests.servers.faults import Fault, Rule
 from tests.servers.process import free_port
 from tests.servers.server import Bucket
 

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 from tests.harness.open_files import until_open
 from tests.regions import make_file, region_of, rewrite, touch, truncate
-from tests.servers.fault_proxy import Fault, FaultProxy, Rule
+from tests.servers.fault_proxy import FaultProxy
+from tests.servers.faults import Fault, Rule
 from tests.servers.server import Bucket
 
 from mooring_agent.adapters.checksum import crc64nvme, region_checksum

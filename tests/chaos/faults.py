@@ -14,7 +14,7 @@ from collections.abc import Callable
 from tests.chaos.job import AnyProcess, Job, State
 from tests.chaos.report import Report
 from tests.chaos.store import Store
-from tests.servers.fault_proxy import Fault, Rule
+from tests.servers.faults import Fault, Rule
 
 _MEAN_SECONDS = 1.2
 _FAULTS_PER_RESTORE = 8

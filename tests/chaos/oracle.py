@@ -19,7 +19,7 @@ from botocore.exceptions import BotoCoreError, ClientError
 from tests.chaos.content import checkpoint_files
 from tests.chaos.report import Loss, Report
 from tests.harness.bucket_view import step_of
-from tests.servers.fault_proxy import Request
+from tests.servers.faults import Request
 from tests.servers.server import ACCESS_KEY, SECRET_KEY, Bucket
 
 _MARKER: Final = re.compile(r"/\.mooring/commits/(\d{12,})\.(.+)\.json")

@@ -11,7 +11,7 @@ from tests.chaos.oracle import Marker, Oracle, Truth, markers_read
 from tests.chaos.report import Loss, Report
 from tests.harness.agent_process import AgentProcess
 from tests.harness.bucket_view import BucketView
-from tests.servers.fault_proxy import Request
+from tests.servers.faults import Request
 from tests.servers.server import Bucket
 
 RUN = "run-1"

@@ -14,7 +14,8 @@ from tests.harness.agent_process import wait_until
 from tests.podsim.namespaces import missing_namespaces
 from tests.podsim.process import only_child
 from tests.restore.stored_checkpoints import all_files, store_checkpoint
-from tests.servers.fault_proxy import Fault, FaultProxy, Rule
+from tests.servers.fault_proxy import FaultProxy
+from tests.servers.faults import Fault, Rule
 from tests.servers.server import Bucket
 
 from mooring_agent.adapters.open_store import open_store

@@ -12,7 +12,8 @@ import pytest
 from tests.core.noted_lives import NotedLife, killed_and_resumed
 from tests.harness.warm_python import mooring
 from tests.restore.stored_checkpoints import all_files, store_checkpoint
-from tests.servers.fault_proxy import Fault, FaultProxy, Rule
+from tests.servers.fault_proxy import FaultProxy
+from tests.servers.faults import Fault, Rule
 from tests.servers.server import Bucket
 
 from mooring_agent.adapters.open_store import open_store

@@ -10,7 +10,8 @@ from urllib.parse import parse_qs
 import pytest
 from tests.harness.agent_process import AgentProcess, tree, wait_until, write_checkpoint
 from tests.harness.bucket_view import BucketView
-from tests.servers.fault_proxy import Fault, FaultProxy, Request, Rule
+from tests.servers.fault_proxy import FaultProxy
+from tests.servers.faults import Fault, Request, Rule
 from tests.servers.rclone import RcloneServer
 from tests.servers.server import Bucket
 from tests.servers.tls import Certificate

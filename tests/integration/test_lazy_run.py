@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from tests.harness.agent_process import json_lines
 from tests.harness.run_process import RunProcess
-from tests.servers.fault_proxy import Fault, FaultProxy, Rule
+from tests.servers.fault_proxy import FaultProxy
+from tests.servers.faults import Fault, Rule
 from tests.servers.server import Bucket
 
 SAVED_BYTES = 3_000_000

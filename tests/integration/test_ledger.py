@@ -16,7 +16,8 @@ import pytest
 from tests.harness.agent_process import wait_until
 from tests.harness.run_process import RunProcess
 from tests.harness.warm_python import mooring
-from tests.servers.fault_proxy import Fault, FaultProxy, Rule
+from tests.servers.fault_proxy import FaultProxy
+from tests.servers.faults import Fault, Rule
 from tests.servers.server import Bucket
 
 from mooring_agent.adapters.open_store import open_store

@@ -15,7 +15,8 @@ import pytest
 from tests.harness.agent_process import AgentProcess, tree, wait_until, write_checkpoint
 from tests.harness.bucket_view import BucketView
 from tests.harness.trainer_process import TrainerProcess
-from tests.servers.fault_proxy import Fault, FaultProxy, Request, Rule
+from tests.servers.fault_proxy import FaultProxy
+from tests.servers.faults import Fault, Request, Rule
 from tests.servers.server import Bucket
 
 from mooring_agent.core.stored.object_layout import check_token

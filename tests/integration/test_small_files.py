@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from tests.harness.agent_process import AgentProcess, tree, wait_until, write_checkpoint
 from tests.harness.bucket_view import BucketView
-from tests.servers.fault_proxy import FaultProxy, Request
+from tests.servers.fault_proxy import FaultProxy
+from tests.servers.faults import Request
 from tests.servers.server import Bucket
 
 KIB = 1024

@@ -12,7 +12,8 @@ import pytest
 from tests.harness.agent_process import AgentProcess, wait_until, write_checkpoint
 from tests.harness.bucket_view import BucketView
 from tests.harness.trainer_process import TrainerProcess
-from tests.servers.fault_proxy import Fault, FaultProxy, Rule
+from tests.servers.fault_proxy import FaultProxy
+from tests.servers.faults import Fault, Rule
 from tests.servers.server import Bucket
 
 from mooring_api.v1 import agent_pb2

@@ -9,7 +9,8 @@ import pytest
 from tests.harness.agent_process import AgentProcess, tree, wait_until, write_checkpoint
 from tests.harness.bucket_view import BucketView
 from tests.servers.ceph import missing_programs
-from tests.servers.fault_proxy import Fault, FaultProxy, Rule
+from tests.servers.fault_proxy import FaultProxy
+from tests.servers.faults import Fault, Rule
 from tests.servers.server import Bucket
 
 MIB = 1024 * 1024

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 from tests.fakes.fake_store import FakeStore
 from tests.restore.stored_checkpoints import flip_byte, store_checkpoint
-from tests.servers.fault_proxy import Fault, FaultProxy, Rule
+from tests.servers.fault_proxy import FaultProxy
+from tests.servers.faults import Fault, Rule
 from tests.servers.server import Bucket
 
 from mooring_agent.adapters.open_store import open_store

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from tests.restore.restored_volume import content
 from tests.restore.stored_checkpoints import all_files, store_checkpoint
-from tests.servers.fault_proxy import Fault, FaultProxy, Rule
+from tests.servers.fault_proxy import FaultProxy
+from tests.servers.faults import Fault, Rule
 from tests.servers.server import Bucket
 
 from mooring_agent.adapters.open_store import open_store

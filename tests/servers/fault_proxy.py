@@ -14,11 +14,10 @@ import struct
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import Final
 
 from awscrt import checksums
+from tests.servers.faults import Fault, Request, Rule
 from tests.servers.tls import Certificate
 
 _CHUNK_BYTES: Final = 64 * 1024
@@ -27,80 +26,6 @@ _RECEIVE_BUFFER_BYTES: Final = 128 * 1024
 _START_SECONDS: Final = 10.0
 _CATCH_UP_SECONDS: Final = 0.5
 """A throttled store that was not given a processor for so long makes up for it, so that its rate is what was asked."""
-
-
-class Fault(StrEnum):
-    """What a rule does to a request. `after_bytes` counts bytes of the body."""
-
-    RESET_REQUEST = "reset-request"
-    """RST to both sides after some bytes of the request."""
-    RESET_RESPONSE = "reset-response"
-    """RST to the client after some bytes of the response."""
-    END_RESPONSE = "end-response"
-    """A clean end of the connection after some bytes of the response."""
-    BLACKHOLE = "blackhole"
-    """Nothing moves any more after some bytes of the request."""
-    LOSE_ANSWER = "lose-answer"
-    """The server acts; the client sees a reset."""
-    DUPLICATE = "duplicate"
-    """The server sees the request twice."""
-    FLIP_REQUEST = "flip-request"
-    """One bit of the byte at `after_bytes` is wrong."""
-    FLIP_RESPONSE = "flip-response"
-    DELAY = "delay"
-    """`seconds` before the request goes on."""
-    STATUS = "status"
-    """An answer of ours; the server never sees the request."""
-    EARLY_SUCCESS = "early-success"
-    """A 200 before the body was read; the server never sees the request."""
-    CHECK_CRC64NVME = "check-crc64nvme"
-    """As a store that enforces x-amz-checksum-crc64nvme: 400 BadDigest if the body does not match."""
-
-
-@dataclass(slots=True, kw_only=True)
-class Rule:
-    """Which requests are hit, how often, and how. `times` below zero: always."""
-
-    name: str
-    fault: Fault
-    method: str = ""
-    target: str = ""
-    """A substring of path and query."""
-    times: int = 1
-    probability: float = 1.0
-    after_bytes: int = 0
-    seconds: float = 0.0
-    status: int = 503
-    body: bytes = b""
-
-    def matches(self, request: "Request", generator: random.Random) -> bool:
-        return (
-            self.times != 0
-            and self.method in ("", request.method)
-            and self.target in request.target
-            and (self.probability >= 1 or generator.random() < self.probability)
-        )
-
-
-@dataclass(slots=True, kw_only=True)
-class Request:
-    """One request as the proxy saw it. `status` is what the client was sent, 0 if nothing.
-
-    `answered_at`: when the server's whole answer had gone to the client, in seconds of time.monotonic; 0 if it had not.
-    """
-
-    method: str
-    path: str
-    query: str
-    headers: dict[str, str] = field(repr=False)
-    body_bytes: int = 0
-    status: int = 0
-    answered_at: float = 0.0
-    rule: str = ""
-
-    @property
-    def target(self) -> str:
-        return f"{self.path}?{self.query}" if self.query else self.path
 
 
 class _BrokenError(Exception):

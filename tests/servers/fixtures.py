@@ -9,7 +9,8 @@ from typing import Protocol, TypeVar
 
 import pytest
 from tests.servers.ceph import CephServer, missing_programs
-from tests.servers.fault_proxy import Fault, FaultProxy, Rule
+from tests.servers.fault_proxy import FaultProxy
+from tests.servers.faults import Fault, Rule
 from tests.servers.moto import MotoServer
 from tests.servers.rclone import RcloneServer
 from tests.servers.seaweedfs import SeaweedServer

@@ -6,7 +6,7 @@ Its launcher gives every start the same labels, so nothing but what is stored te
 from typing import Final
 
 import pytest
-from tests.servers.fault_proxy import Fault, Rule
+from tests.servers.faults import Fault, Rule
 from tests.simulated_pods.demo_job import END_SECONDS, RESTORE, START_SECONDS, DemoJob, DemoPod
 
 # Restored before the program starts, agreed by a pin; or while it starts, as its client asks.

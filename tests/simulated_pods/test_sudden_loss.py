@@ -2,7 +2,7 @@
 
 import pytest
 from tests.podsim.phase import Phase
-from tests.servers.fault_proxy import Fault, Rule
+from tests.servers.faults import Fault, Rule
 from tests.simulated_pods.demo_job import AGENT, END_SECONDS, START_SECONDS, TRAINER, DemoJob, DemoPod
 
 pytestmark = [pytest.mark.root, pytest.mark.slow, pytest.mark.timeout(900)]

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 from tests.harness.agent_process import wait_until
 from tests.harness.bucket_view import BucketView
-from tests.servers.fault_proxy import Fault, FaultProxy, Rule
+from tests.servers.fault_proxy import FaultProxy
+from tests.servers.faults import Fault, Rule
 from tests.servers.server import Bucket
 from tests.torch_loop.pods import Pods
 from tests.torch_loop.torchrun import END_SECONDS

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from tests.harness.agent_process import AgentProcess, wait_until
 from tests.harness.bucket_view import BucketView
-from tests.servers.fault_proxy import Fault, FaultProxy, Rule
+from tests.servers.fault_proxy import FaultProxy
+from tests.servers.faults import Fault, Rule
 from tests.servers.process import free_port
 from tests.servers.server import Bucket
 from tests.trainers.job import END_SECONDS, SLOW_SECONDS, Job

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 from tests.adapters.s3_faults.store_calls import OPERATIONS, fails, first_of_list
 from tests.regions import make_file, region_of
-from tests.servers.fault_proxy import Fault, FaultProxy, Rule
+from tests.servers.fault_proxy import FaultProxy
+from tests.servers.faults import Fault, Rule
 from tests.servers.server import Bucket
 
 from mooring_agent.adapters.checksum import region_checksum

@@ -7,7 +7,8 @@ import pytest
 from tests.adapters.s3_faults.store_calls import WAIT_SECONDS, fails
 from tests.harness.open_files import open_files
 from tests.regions import make_file, region_of
-from tests.servers.fault_proxy import Fault, FaultProxy, Rule
+from tests.servers.fault_proxy import FaultProxy
+from tests.servers.faults import Fault, Rule
 from tests.servers.process import wait_until
 from tests.servers.server import Bucket
 

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 from tests.adapters.s3_faults.store_calls import fails
 from tests.servers.ceph import CephServer
-from tests.servers.fault_proxy import Fault, FaultProxy, Rule
+from tests.servers.fault_proxy import FaultProxy
+from tests.servers.faults import Fault, Rule
 from tests.servers.seaweedfs import SeaweedServer
 from tests.servers.server import Bucket
 

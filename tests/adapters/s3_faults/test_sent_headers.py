@@ -4,7 +4,8 @@ from collections.abc import Iterator
 
 import pytest
 from tests.adapters.s3_faults.store_calls import fails
-from tests.servers.fault_proxy import Fault, FaultProxy, Rule
+from tests.servers.fault_proxy import FaultProxy
+from tests.servers.faults import Fault, Rule
 from tests.servers.server import Bucket
 
 import mooring_agent
