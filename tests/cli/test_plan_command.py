@@ -2,7 +2,6 @@
 
 import json
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,12 +14,6 @@ from mooring_agent.core.injection.annotation_table import known_keys, seconds, s
 from mooring_agent.core.settings.values import StoreSettings
 
 NUMBERS = ("--checkpoint", "200Gi", "--rate", "1Gi/s", "--stall", "2s", "--mtbf", "3h", "--pods", "64")
-
-
-@pytest.fixture
-def bucket(tmp_path: Path) -> StoreSettings:
-    (tmp_path / "bucket").mkdir()
-    return StoreSettings(destination=f"file://{tmp_path}/bucket")
 
 
 def plan(*options: object) -> Any:

@@ -60,12 +60,6 @@ def steps_of(*arguments: object, yes: bool = False) -> dict[str, Any]:
     }
 
 
-@pytest.fixture
-def bucket(tmp_path: Path) -> StoreSettings:
-    (tmp_path / "bucket").mkdir()
-    return StoreSettings(destination=f"file://{tmp_path}/bucket")
-
-
 @pytest.mark.parametrize("options", [(), ("--dry-run",)], ids=["without a word", "dry run"])
 def test_prune_only_shows_what_it_would_delete_and_how_to_delete_it(
     options: tuple[str, ...], bucket: StoreSettings

@@ -46,12 +46,6 @@ def note(
     asyncio.run(write())
 
 
-@pytest.fixture
-def bucket(tmp_path: Path) -> StoreSettings:
-    (tmp_path / "bucket").mkdir()
-    return StoreSettings(destination=f"file://{tmp_path}/bucket")
-
-
 def answer(completed: subprocess.CompletedProcess[str]) -> Any:
     assert completed.returncode == 0, completed.stderr
     return json.loads(completed.stdout)
