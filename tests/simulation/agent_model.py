@@ -6,12 +6,13 @@ the journal cannot be written the agent goes on from memory, without what must n
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
+from tests.simulation.command_effects import CommandEffects, Running
 from tests.simulation.invariants import AgentChecks
 from tests.simulation.scenario import PlannedAgent, PlannedAnnouncement
-from tests.simulation.store_model import ViolationError, checksum_of, content_of, pack_content, receipt_of
+from tests.simulation.store_model import ViolationError
 
 from mooring_agent.core.agent import drain, planner
 from mooring_agent.core.agent.announcements import check_announcement, known_announcement
@@ -20,13 +21,10 @@ from mooring_agent.core.agent.commands import (
     Abandon,
     CancelTermination,
     CancelWork,
-    CheckSent,
     Command,
     Commit,
-    CompleteUpload,
     CreateUpload,
     Exit,
-    KnownFile,
     LiftBandwidthCap,
     Prune,
     PutFile,
@@ -37,80 +35,36 @@ from mooring_agent.core.agent.commands import (
     RequestSave,
     SendPart,
     Stage,
-    Turn,
     WorkCommand,
-    WriteManifest,
 )
 from mooring_agent.core.agent.events import (
-    Abandoned,
     Announced,
     Committed,
-    CommitWaits,
     DurableEvent,
     Event,
     Exited,
     Failed,
-    FileStored,
-    FoundFile,
-    FoundUpload,
-    ManifestStored,
-    ObjectsLost,
-    PackStored,
-    PartStored,
     RanksSeen,
-    Reconciled,
-    Released,
-    SentChecked,
     Shed,
-    Staged,
     Started,
     StopRequested,
     Ticked,
-    UploadCreated,
     WorkCancelled,
-    WorkFailed,
 )
 from mooring_agent.core.agent.reducer import advance, step
 from mooring_agent.core.agent.state import State
 from mooring_agent.core.agent.work import Operation, WorkId
 from mooring_agent.core.errors import ErrorKind, RequestError
-from mooring_agent.core.model import Fingerprint, StagedFile
 from mooring_agent.core.settings.values import Settings
-from mooring_agent.core.stored.commit import (
-    LostObjects,
-    lost_objects,
-    manifest_key_of,
-    missing_files,
-    missing_packs,
-    missing_ranks,
-)
-from mooring_agent.core.stored.object_layout import file_key, marker_key
-from mooring_agent.core.stored.packs_and_parts import plan
-from mooring_agent.ports import StagedDescriptor
 from mooring_agent.runtime.engine.event_codec import decode_event, encode_event
 from mooring_agent.runtime.engine.journaling import rescan, save_of
-from mooring_agent.runtime.work.transfers import descriptor
 
 if TYPE_CHECKING:
     from tests.simulation.life import Life
 
     from mooring_agent.ports import StagingArea
 
-_BYTES_PER_SECOND = 8e6
 _TIMEOUT_SECONDS = 20.0
-
-
-@dataclass(slots=True)
-class _Running:
-    """A command under way. `body`: the marker that a Commit is about to write; the rest is what it found missing."""
-
-    command: WorkCommand
-    fails: ErrorKind | None
-    takes_effect: bool
-    lost: LostObjects | None = None
-    lost_manifest: bool = False
-    missing_ranks: int | None = None
-    body: bytes | None = None
 
 
 class AgentModel:
@@ -124,16 +78,14 @@ class AgentModel:
         self.starts = 0
         self.state = State(settings=self._settings())
         self.checks = AgentChecks(index)
+        self._effects = CommandEffects(life, index, planned, self.checks)
         self.alive = set(range(len(planned.ranks)))
         self.running = False
         self.exit: Exit | None = None
         self.stop_requested = False
-        self._pins: dict[str, dict[int, tuple[StagedFile, ...]]] = {}
-        self._descriptors: dict[tuple[str, int], StagedDescriptor] = {}
         self.journal_writable = True
         self._unjournaled: list[DurableEvent] = []
-        self._in_flight: dict[WorkId, _Running] = {}
-        self._announced: dict[tuple[str, int], PlannedAnnouncement] = {}
+        self._in_flight: dict[WorkId, Running] = {}
         self._steps = 0
         self._wake_at: float | None = None
 
@@ -144,7 +96,7 @@ class AgentModel:
         assert not self.running
         self.state = self.replayed()
         found = []
-        for event in rescan(cast("StagingArea", self), self.state):
+        for event in rescan(cast("StagingArea", self._effects), self.state):
             step(self.state, event)
             found.append(event)
         if found and not self.journal_writable:
@@ -215,7 +167,7 @@ class AgentModel:
             check_announcement(self.state, event)
         except RequestError:
             return False
-        self._announced[planned.info.save, planned.rank] = planned
+        self._effects.announced[planned.info.save, planned.rank] = planned
         if known_announcement(self.state, event) is not None:
             if not self._write_journal():
                 return None
@@ -259,16 +211,12 @@ class AgentModel:
             self._unjournaled.clear()
         return not self._unjournaled
 
-    def scan(self) -> Iterable[tuple[StagedDescriptor, tuple[StagedFile, ...]]]:
-        """As a staging area does."""
-        return [(told, self._pins[save][rank]) for (save, rank), told in self._descriptors.items()]
-
     def _restart(self) -> None:
         if not self.running and not self.life.ending:
             self.start(fresh=False)
 
     def _refuse(self, work: WorkId) -> None:
-        self.deliver(self._failed(work, ErrorKind.DISK_FULL))
+        self.deliver(self._effects.failed(work, ErrorKind.DISK_FULL))
 
     def _plan_wake(self) -> None:
         wake_at = planner.next_wake(self.state) if self.running else None
@@ -304,7 +252,10 @@ class AgentModel:
     def _begin(self, command: WorkCommand) -> None:
         if command.work in self._in_flight:
             raise ViolationError(f"{command.work} is in flight twice")
-        if isinstance(command, SendPart | PutFile | PutPack | Reconcile) and command.work.save not in self._pins:
+        if (
+            isinstance(command, SendPart | PutFile | PutPack | Reconcile)
+            and command.work.save not in self._effects.pins
+        ):
             raise ViolationError(f"{command.work} needs pins that were dropped")
         if isinstance(command, Release) and not any(
             isinstance(event, Committed | Shed | Failed) and save_of(event) == command.work.save
@@ -312,54 +263,21 @@ class AgentModel:
         ):
             raise ViolationError(f"the pins of {command.work.save} went before its end was in the journal")
         faults = self.life.scenario.faults
-        running = _Running(command, *self._fate(command))
+        running = Running(command, *self._effects.fate(command))
         self._in_flight[command.work] = running
-        seconds = self._duration_seconds(command)
+        seconds = self._effects.duration_seconds(command)
         if self.life.stormy and not isinstance(command, Stage) and self.life.random.random() < faults.hang:
             running.fails, seconds = running.fails or ErrorKind.TIMED_OUT, _TIMEOUT_SECONDS
         if isinstance(command, Commit):
             self.life.after(seconds / 2, self._look, running)
         self.life.after(seconds, self._finish, running)
 
-    def _fate(self, command: WorkCommand) -> tuple[ErrorKind | None, bool]:
-        """(how it fails, whether it takes effect)."""
-        life, faults = self.life, self.life.scenario.faults
-        changed = command.work.save in faults.changed_saves
-        if isinstance(command, Reconcile) and marker_key(command.info) in life.store.objects:
-            # It does not look at its files.
-            changed = False
-        if changed and isinstance(command, SendPart | PutFile | PutPack | Reconcile):
-            self.checks.broken.add(command.work.save)
-            return ErrorKind.FILE_CHANGED, False
-        if not life.stormy:
-            return None, True
-        draw = life.random.random()
-        if isinstance(command, Stage):
-            if draw < faults.refused:
-                self.checks.broken.add(command.work.save)
-                return ErrorKind.DISK_FULL, False
-            return None, True
-        kind = life.random.choice((ErrorKind.THROTTLED, ErrorKind.TIMED_OUT, ErrorKind.STORE_FAILED))
-        if draw < faults.fail_before:
-            return kind, False
-        if draw < faults.fail_before + faults.fail_after:
-            return kind, True
-        return None, True
-
-    def _duration_seconds(self, command: WorkCommand) -> float:
-        latency_seconds = self.life.random.choice((0.02, 0.1, 0.1, 0.5))
-        if isinstance(command, SendPart | PutFile):
-            return latency_seconds + command.region.size_bytes / _BYTES_PER_SECOND
-        if isinstance(command, PutPack):
-            return latency_seconds + command.pack.size_bytes / _BYTES_PER_SECOND
-        return latency_seconds
-
     def _cancel(self, work: WorkId) -> None:
         running = self._in_flight.get(work)
         if running is None or self.life.random.random() < self.life.scenario.faults.cancel_race:
             return
         self._maybe_land_late(running)
-        self._in_flight[work] = cancelled = _Running(running.command, None, takes_effect=False)
+        self._in_flight[work] = cancelled = Running(running.command, None, takes_effect=False)
         self.life.after(0.01, self._end, cancelled, WorkCancelled(at=self.life.now, work=work))
 
     def _exit(self, command: Exit) -> None:
@@ -381,13 +299,17 @@ class AgentModel:
             self.kill()
             self.life.left(self)
 
-    def _end(self, running: _Running, event: Event) -> None:
+    def _end(self, running: Running, event: Event) -> None:
         work = running.command.work
         if self._in_flight.get(work) is running:
             del self._in_flight[work]
             self.deliver(event)
 
-    def _finish(self, running: _Running) -> None:
+    def _look(self, running: Running) -> None:
+        if self._in_flight.get(running.command.work) is running:
+            self._effects.look(running)
+
+    def _finish(self, running: Running) -> None:
         work = running.command.work
         if self._in_flight.get(work) is not running:
             return
@@ -396,19 +318,15 @@ class AgentModel:
             fails, running.takes_effect = ErrorKind.UNREACHABLE, False
         event: Event | None = None
         if running.takes_effect:
-            event = self._effect(running)
+            event = self._effects.carry_out(running)
         else:
             self._maybe_land_late(running)
         if fails is not None:
-            event = self._failed(work, fails)
+            event = self._effects.failed(work, fails)
         assert event is not None
         self._end(running, event)
 
-    def _failed(self, work: WorkId, kind: ErrorKind) -> WorkFailed:
-        jitter = self.life.random.random()
-        return WorkFailed(at=self.life.now, work=work, kind=kind, message=f"injected {kind}", hint="", jitter=jitter)
-
-    def _maybe_land_late(self, running: _Running) -> None:
+    def _maybe_land_late(self, running: Running) -> None:
         command, random = running.command, self.life.random
         if isinstance(command, Stage | Reconcile | Release | Abandon | Prune):
             return
@@ -416,7 +334,7 @@ class AgentModel:
             self.life.late_writes[command.work.save] = self.life.late_writes.get(command.work.save, 0) + 1
             self.life.after(random.uniform(0.1, 20.0), self._land, running)
 
-    def _land(self, running: _Running) -> None:
+    def _land(self, running: Running) -> None:
         """A write whose sender is gone or has given it up arrives all the same."""
         command, store = running.command, self.life.store
         self.life.late_writes[command.work.save] -= 1
@@ -427,190 +345,12 @@ class AgentModel:
                 if running.body is not None:
                     store.put_marker(command.info, running.body)
             case _:
-                self._effect(running)
-
-    # --- what commands do --------------------------------------------------------------------------------------
-
-    def _look(self, running: _Running) -> None:
-        """First half of a Commit: list, compare, and make the marker's body."""
-        command = running.command
-        assert isinstance(command, Commit)
-        if self._in_flight.get(command.work) is not running:
-            return
-        store, info = self.life.store, command.info
-        is_committed = marker_key(info) in store.objects
-        if not is_committed and command.turn is Turn.READ:
-            return
-        sizes = store.sizes(info)
-        running.lost = lost_objects(command.ranks, sizes)
-        running.lost_manifest = manifest_key_of(command.ranks) not in sizes
-        running.missing_ranks = missing_ranks(info, sizes)
-        if running.lost or running.lost_manifest or running.missing_ranks:
-            return
-        ranks = store.ranks(info)
-        running.missing_ranks = info.world_size - sum(
-            not (missing_files(one, sizes) or missing_packs(one, sizes)) for one in ranks.values()
-        )
-        if not running.missing_ranks and (command.turn is Turn.WRITE or is_committed):
-            running.body = store.marker_body(info)
-
-    def _effect(self, running: _Running) -> Event:
-        life, store, now = self.life, self.life.store, self.life.now
-        command = running.command
-        work = command.work
-        content = content_of(work.save, work.path, work.number)
-        match command:
-            case Stage():
-                return self._stage(command)
-            case Reconcile():
-                return self._reconcile(command)
-            case CreateUpload():
-                self.checks.sending_file(work)
-                return UploadCreated(at=now, work=work, upload=store.create_upload(command.key, landed_late=False))
-            case SendPart():
-                size_bytes = command.region.size_bytes
-                if not store.put_part(command.work.upload, work.number, content, size_bytes):
-                    return self._failed(work, ErrorKind.UPLOAD_LOST)
-                return PartStored(
-                    at=now, work=work, receipt=receipt_of(content), checksum=checksum_of(content), size_bytes=size_bytes
-                )
-            case PutFile():
-                size_bytes = command.region.size_bytes
-                store.put(command.key, content, size_bytes)
-                checksum = checksum_of(content_of(work.save, work.path, 1)) if size_bytes else None
-                return FileStored(at=now, work=work, checksum=checksum, size_bytes=size_bytes)
-            case PutPack():
-                pack = command.pack
-                store.put(command.key, pack_content(work.save, pack), pack.size_bytes)
-                checksums = tuple(checksum_of(content_of(work.save, file.path, 1)) for file in pack.files)
-                size_bytes = sum(file.size_bytes for file in pack.files)
-                return PackStored(at=now, work=work, checksums=checksums, size_bytes=size_bytes)
-            case CompleteUpload():
-                whole = content_of(work.save, work.path)
-                done = store.complete_upload(command.work.upload, command.receipts, whole, command.size_bytes)
-                if not done and command.key not in store.objects:
-                    return self._failed(work, ErrorKind.UPLOAD_LOST)
-                return FileStored(at=now, work=work, checksum=None, size_bytes=0)
-            case CheckSent():
-                return SentChecked(at=now, work=work)
-            case WriteManifest():
-                store.put_manifest(command.ranks)
-                return ManifestStored(at=now, work=work)
-            case Commit():
-                return self._commit(command, running)
-            case Abandon():
-                for _, token in command.uploads:
-                    store.abort_upload(token)
-                self._sweep(frozenset(command.sweep_keys), keep=frozenset())
-                if command.sweep_keys:
-                    life.swept[self.index, work.save] = store.upload_count
-                return Abandoned(at=now, work=work)
-            case Release():
-                for rank in self._pins.pop(work.save, {}):
-                    del self._descriptors[work.save, rank]
-                return Released(at=now, work=work)
-            case Prune():
-                raise ViolationError("prune was asked for although everything is to be kept")
-
-    def _stage(self, command: Stage) -> Staged:
-        save, rank = command.work.save, command.work.rank
-        planned = self._announced[save, rank]
-        files = planned.files
-        if planned.shared:
-            # The directory holds what all ranks of the pod wrote.
-            files = tuple(
-                file
-                for (other, _), announced in sorted(self._announced.items())
-                if other == save
-                for file in announced.files
-            )
-        pinned = self._pins.setdefault(save, {})
-        if rank not in pinned:
-            pinned[rank] = tuple(
-                StagedFile(
-                    path=file.path,
-                    pin=f".mooring/staged/{save}/{file.path}",
-                    fingerprint=Fingerprint(
-                        size_bytes=file.size_bytes, mtime_ns=1, inode=checksum_of(f"{save}{file.path}")
-                    ),
-                    private=False,
-                )
-                for file in files
-            )
-        self._descriptors[save, rank] = descriptor(replace(command, pack_size_bytes=self.planned.pack_size_bytes))
-        return Staged(
-            at=self.life.now,
-            work=command.work,
-            files=pinned[rank],
-            part_size_bytes=command.part_size_bytes,
-            pack_size_bytes=self.planned.pack_size_bytes,
-        )
-
-    def _commit(self, command: Commit, running: _Running) -> Event:
-        now, work, lost = self.life.now, command.work, running.lost
-        if lost or running.lost_manifest:
-            return ObjectsLost(at=now, work=work, files=lost.files if lost else (), packs=lost.packs if lost else ())
-        if running.body is None:
-            return CommitWaits(at=now, work=work, missing_ranks=running.missing_ranks)
-        store = self.life.store
-        store.put_marker(command.info, running.body)
-        if command.sweep_uploads:
-            self._sweep_save(work.save)
-        return Committed(at=now, work=work)
-
-    def _sweep_save(self, save: str) -> None:
-        """Every rank is sealed, so whatever is open below it is nobody's."""
-        uploads = self.life.store.uploads
-        self._sweep(frozenset(one.key for one in uploads.values() if f"/{save}/" in one.key), keep=frozenset())
-        for index in range(len(self.life.agents)):
-            self.life.swept[index, save] = self.life.store.upload_count
-
-    def _reconcile(self, command: Reconcile) -> Reconciled | Committed:
-        store = self.life.store
-        if marker_key(command.info) in store.objects:
-            self._sweep_save(command.work.save)
-            return Committed(at=self.life.now, work=command.work)
-        ours = frozenset(file_key(command.info, file.path) for _, files in command.staged for file in files)
-        self._sweep(ours, keep=frozenset(known.upload for known in command.unfinished))
-        uploads: list[FoundUpload] = []
-        files: list[FoundFile] = []
-        for known in command.unfinished:
-            parts = plan(known.file.size_bytes, known.part_size_bytes)
-            if self._is_stored(command, known, len(parts)):
-                whole = len(parts) == 1
-                checksum = checksum_of(content_of(command.info.save, known.file.path, 1)) if whole else None
-                files.append(FoundFile(rank=known.rank, path=known.file.path, checksum=checksum))
-            elif known.upload in store.uploads:
-                uploads.append(self._found_upload(command, known))
-        return Reconciled(at=self.life.now, work=command.work, uploads=tuple(uploads), files=tuple(files))
-
-    def _is_stored(self, command: Reconcile, known: KnownFile, part_count: int) -> bool:
-        if file_key(command.info, known.file.path) not in self.life.store.objects:
-            return False
-        if part_count > 1:
-            return len(known.parts) == part_count
-        # A single PUT is recognised by its MD5 only where the store tells it.
-        return part_count == 0 or self.life.tells_md5
-
-    def _found_upload(self, command: Reconcile, known: KnownFile) -> FoundUpload:
-        journaled = {number for number, _, _ in known.parts}
-        held = self.life.store.uploads[known.upload].parts
-        parts = tuple(
-            (number, receipt, checksum_of(content_of(command.info.save, known.file.path, number)))
-            for number, (receipt, _) in sorted(held.items())
-            if number in journaled or self.life.tells_md5
-        )
-        return FoundUpload(rank=known.rank, path=known.file.path, upload=known.upload, parts=parts)
-
-    def _sweep(self, keys: frozenset[str], *, keep: frozenset[str]) -> None:
-        uploads = self.life.store.uploads
-        for token in [found for found, upload in uploads.items() if upload.key in keys and found not in keep]:
-            self.life.store.abort_upload(token)
+                self._effects.carry_out(running)
 
     # --- what is left at the end -------------------------------------------------------------------------------
 
     def pinned(self) -> Iterable[str]:
-        return self._pins
+        return self._effects.pins
 
     def acknowledged_ranks(self, save: str) -> set[int]:
         return {planned.rank for planned in self.checks.acked.get(save, {}).values()}

@@ -117,7 +117,7 @@ def _seal_when_the_first_rank_has(patch: pytest.MonkeyPatch) -> None:
 
 def _commit_without_looking_for_the_files(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("mooring_agent.core.stored.commit.missing_files", lambda manifest, sizes: [])
-    patch.setattr("tests.simulation.agent_model.missing_files", lambda manifest, sizes: [])
+    patch.setattr("tests.simulation.command_effects.missing_files", lambda manifest, sizes: [])
 
 
 def _go_on_without_asking_the_store(patch: pytest.MonkeyPatch) -> None:
@@ -172,7 +172,7 @@ def _forget_packs(patch: pytest.MonkeyPatch) -> None:
 
 def _commit_without_looking_for_the_packs(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("mooring_agent.core.stored.commit.missing_packs", lambda manifest, sizes: [])
-    patch.setattr("tests.simulation.agent_model.missing_packs", lambda manifest, sizes: [])
+    patch.setattr("tests.simulation.command_effects.missing_packs", lambda manifest, sizes: [])
 
 
 def _put_another_pack_under_its_key(patch: pytest.MonkeyPatch) -> None:
