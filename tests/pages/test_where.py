@@ -13,6 +13,7 @@ ROWS = re.findall(
     (ROOT / "docs/contributing/where.md").read_text(),
     re.MULTILINE,
 )
+_MOST_LINES = 400
 
 
 def test_the_page_answers_ten_questions() -> None:
@@ -25,12 +26,20 @@ def test_the_file_to_open_first_holds_what_to_look_for(change: str, file: str, s
 
 
 def test_modules_can_be_read_at_once_and_folders_at_a_glance() -> None:
-    modules = {
-        path: path.read_text().count("\n")
-        for product in ("client/mooring", "agent/mooring_agent")
-        for path in (ROOT / product).rglob("*.py")
-        if path.name not in ("__init__.py", "__main__.py")
-    }
-    assert not [path for path, lines in modules.items() if lines > 400]
+    modules = _lines("client/mooring", "agent/mooring_agent")
+    assert not [path for path, lines in modules.items() if lines > _MOST_LINES]
     assert statistics.median(modules.values()) >= 120, "a concept in one module is more than a few lines"
     assert not [folder for folder, count in Counter(path.parent for path in modules).items() if count > 15]
+
+
+def test_modules_of_tests_can_be_read_at_once_too() -> None:
+    assert not [path for path, lines in _lines("tests").items() if lines > _MOST_LINES]
+
+
+def _lines(*folders: str) -> dict[Path, int]:
+    return {
+        path: path.read_text().count("\n")
+        for folder in folders
+        for path in (ROOT / folder).rglob("*.py")
+        if path.name not in ("__init__.py", "__main__.py") and "node_modules" not in path.parts
+    }
