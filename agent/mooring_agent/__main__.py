@@ -7,6 +7,8 @@ import sys
 import threading
 from types import FrameType
 
+_NEVER_USED = ("rich", "httpx2")
+"""What structlog and aiobotocore import if somebody has installed it, which takes a fifth of a second of each start."""
 _EXTRAS = {"cryptography": "webhook", "jinja2": "console"}
 """What has to be installed for a command that needs more than the agent, by what is missing."""
 
@@ -14,6 +16,9 @@ _EXTRAS = {"cryptography": "webhook", "jinja2": "console"}
 def main() -> None:
     # Process 1 of a container ignores signals that it has no handler for. Some commands replace this handler.
     signal.signal(signal.SIGTERM, _leave_at_once)
+    for name in _NEVER_USED:
+        # An import of it then fails as if it were not there.
+        sys.modules.setdefault(name, None)  # type: ignore[arg-type]
     try:
         from mooring_agent.cli import cli
 

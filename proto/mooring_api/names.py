@@ -118,6 +118,8 @@ SOCKET_PATH_LIMIT_BYTES: Final = 107
 
 JUST_IN_TIME_EXIT_CODE: Final = 143
 """128 + SIGTERM: never 0, or a Kubernetes Job would count the index as done."""
+NOT_DURABLE_EXIT_CODE: Final = 75
+"""EX_TEMPFAIL: the newest checkpoint is not in the bucket, only on the volume."""
 
 
 def socket_address(socket: Path | str) -> str:

@@ -12,6 +12,7 @@ from mooring_agent.core.agent.events import DiskRead, Started
 from mooring_agent.core.agent.work import Operation, WorkId
 from mooring_agent.core.errors import ErrorKind
 from mooring_agent.core.model import Kind, Phase
+from mooring_api.names import NOT_DURABLE_EXIT_CODE
 
 _NEWS = ("notice", "save", "death", "sigterm")
 
@@ -62,7 +63,7 @@ def test_with_too_little_time_the_agent_leaves_before_the_deadline_and_says_what
         play.tick()
     assert play.exit is not None
     assert play.now < until
-    assert play.exit.code == drain.EXIT_NOT_DURABLE
+    assert play.exit.code == NOT_DURABLE_EXIT_CODE
     assert [line.split(" is ")[0] for line in play.exit.lost] == ["checkpoint-1 (step 1, just-in-time)"]
 
 
@@ -94,7 +95,7 @@ def test_without_a_deadline_an_unreachable_store_is_given_up_after_a_grace_perio
     ended_at = play.now
     _fails_until(play, play.now + 1000)
     assert play.exit is not None
-    assert play.exit.code == drain.EXIT_NOT_DURABLE
+    assert play.exit.code == NOT_DURABLE_EXIT_CODE
     grace_seconds = play.state.settings.termination.grace_seconds
     assert ended_at + grace_seconds <= play.now <= ended_at + grace_seconds + 10
 
@@ -200,7 +201,7 @@ def test_exit_names_a_failed_save_with_its_reason() -> None:
     play.fail(WorkId(Operation.PUT_FILE, "save", 0, "r0-0"), ErrorKind.FILE_CHANGED)
     stop(play, trainers_gone=True)
     assert play.exit is not None
-    assert play.exit.code == drain.EXIT_NOT_DURABLE
+    assert play.exit.code == NOT_DURABLE_EXIT_CODE
     assert "(file-changed)" in play.exit.lost[0]
 
 

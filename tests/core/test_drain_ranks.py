@@ -9,6 +9,7 @@ from mooring_agent.core.agent.commands import Exit
 from mooring_agent.core.agent.events import CommitWaits, Exited, RankRegistered, Started
 from mooring_agent.core.agent.work import Operation, WorkId
 from mooring_agent.core.model import Kind, Phase
+from mooring_api.names import NOT_DURABLE_EXIT_CODE
 
 
 def test_a_live_rank_is_waited_for_until_it_has_announced_its_last_save() -> None:
@@ -46,7 +47,7 @@ def test_a_save_that_a_dead_local_rank_left_incomplete_is_not_waited_for() -> No
     play.finish()
     stop(play, trainers_gone=True)
     assert play.exit is not None
-    assert play.exit.code == drain.EXIT_NOT_DURABLE
+    assert play.exit.code == NOT_DURABLE_EXIT_CODE
     assert play.exit.lost[0].startswith("checkpoint-2 ")
 
 
@@ -129,7 +130,7 @@ def test_a_registered_rank_that_died_before_it_announced_holds_nobody_up() -> No
     play.finish()
     assert play.phase("before") is Phase.RELEASED
     assert play.exit is not None
-    assert play.exit.code == drain.EXIT_NOT_DURABLE
+    assert play.exit.code == NOT_DURABLE_EXIT_CODE
     assert [line.split(" is ")[0] for line in play.exit.lost] == ["checkpoint-2 (step 2, just-in-time)"]
 
 

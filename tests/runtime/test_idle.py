@@ -44,14 +44,10 @@ def wait_ready(agent: AgentProcess) -> None:
 
 
 def s3_agent(tmp_path: Path, bucket: Bucket, *, endpoint_url: str = "", **environment: str) -> AgentProcess:
-    # As in the image, which has neither: structlog would load the one, aiobotocore the other.
-    (tmp_path / "hidden").mkdir()
-    for name in ("rich", "httpx2"):
-        (tmp_path / "hidden" / f"{name}.py").write_text("raise ImportError\n")
     return AgentProcess(
         tmp_path / "volume",
         bucket.destination,
-        environment={"PYTHONPATH": str(tmp_path / "hidden"), **environment},
+        environment=environment,
         endpoint_url=endpoint_url or bucket.endpoint_url,
         ca_bundle=bucket.ca_bundle or "",
     )

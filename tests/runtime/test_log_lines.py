@@ -8,12 +8,12 @@ import pytest
 
 _LOG = """
 import structlog
-from mooring_agent.runtime.engine.telemetry import configure_logs
+from mooring_agent.runtime.engine.logs import configure_logs
 configure_logs({log_format!r})
 structlog.get_logger().info("agent.serving", volume="/volume")
 """
 _SAY = """
-from mooring_agent.runtime.engine.telemetry import say
+from mooring_agent.runtime.engine.logs import say
 say("mooring: not durable: step 7")
 """
 

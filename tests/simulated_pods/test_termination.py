@@ -5,8 +5,7 @@ from tests.podsim.phase import Phase
 from tests.podsim.timeline import What
 from tests.simulated_pods.demo_job import AGENT, END_SECONDS, TRAINER, DemoJob
 
-from mooring_agent.core.agent.drain import EXIT_NOT_DURABLE
-from mooring_api.names import JUST_IN_TIME_EXIT_CODE
+from mooring_api.names import JUST_IN_TIME_EXIT_CODE, NOT_DURABLE_EXIT_CODE
 
 pytestmark = [pytest.mark.root, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -41,8 +40,8 @@ def test_with_too_little_time_the_older_step_stays_what_is_resumed_and_what_is_l
     assert first.pod.wait_ended(END_SECONDS) is Phase.FAILED
     assert job.stored_steps() == [durable]
     code = first.pod.container(AGENT).endings[-1].exit_code
-    assert code in (EXIT_NOT_DURABLE, KILLED)
-    if code == EXIT_NOT_DURABLE:
+    assert code in (NOT_DURABLE_EXIT_CODE, KILLED)
+    if code == NOT_DURABLE_EXIT_CODE:
         assert f"(step {first.steps()[-1]}, just-in-time)" in first.not_durable()[0]
     job.proxy.throttle(0)
     assert job.start().wait_begun() == durable

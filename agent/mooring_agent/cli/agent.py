@@ -37,7 +37,7 @@ def agent(fresh: bool, parent_pid: int | None, begin_when_told: bool, **options:
 
         from mooring_agent.adapters.open_store import load_modules
         from mooring_agent.adapters.priority import set_priority
-        from mooring_agent.runtime.engine.telemetry import configure_logs
+        from mooring_agent.runtime.engine.logs import configure_logs
         from mooring_agent.runtime.process.app import run_agent
 
         if begin_when_told:

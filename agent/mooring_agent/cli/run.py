@@ -43,8 +43,8 @@ def run(wants_autoload: bool, command: tuple[str, ...], **options: Any) -> None:
         settings = settings_from(options, defaults={**_DEFAULTS, **slurm_defaults(os.environ)})
         import structlog
 
-        from mooring_agent.runtime.engine.telemetry import configure_logs
-        from mooring_agent.runtime.process.open_volume import held_volume
+        from mooring_agent.runtime.engine.logs import configure_logs
+        from mooring_agent.runtime.process.run_lock import held_volume
         from mooring_agent.runtime.process.runner import Runner
 
         configure_logs(settings.log_format)

@@ -17,7 +17,7 @@ from mooring_agent.adapters.retrying_store import RetryingStore
 from mooring_agent.cli.formatting import errors_reported
 from mooring_agent.core.settings.values import Settings, StoreSettings
 from mooring_agent.ports import StoreWriter
-from mooring_agent.runtime.engine.telemetry import configure_logs
+from mooring_agent.runtime.engine.logs import configure_logs
 
 as_json_option = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 

@@ -118,7 +118,7 @@ def webhook(**options: Any) -> None:
         # Imported here, so that the other commands do not wait for a web server to load.
         import uvloop
 
-        from mooring_agent.runtime.engine.telemetry import configure_logs
+        from mooring_agent.runtime.engine.logs import configure_logs
         from mooring_agent.webhook.server import serve_webhook
 
         configure_logs(options["log_format"])

@@ -106,7 +106,7 @@ def console(
         from mooring_agent.console.access import is_loopback
         from mooring_agent.console.server import serve_console
         from mooring_agent.console.settings import ConsoleSettings
-        from mooring_agent.runtime.engine.telemetry import configure_logs
+        from mooring_agent.runtime.engine.logs import configure_logs
 
         here = is_loopback(address[0])
         if not here and not token and not user_header:

@@ -13,9 +13,7 @@ from mooring_agent.core.agent.commands import Exit
 from mooring_agent.core.agent.lifecycle import LOST_PHASES
 from mooring_agent.core.agent.state import State
 from mooring_agent.core.model import Kind, Phase
-
-EXIT_NOT_DURABLE: Final = 75
-"""EX_TEMPFAIL: the newest checkpoint is not in the bucket, only on the volume."""
+from mooring_api.names import NOT_DURABLE_EXIT_CODE
 
 _FLOOR_AFTER_SIGTERM_SECONDS: Final = 2.0
 # Time to write the last log line and exit before SIGKILL.
@@ -229,4 +227,4 @@ def _exit(state: State) -> Exit:
     )
     newest = {checkpoint.info.is_snapshot: checkpoint for checkpoint in state.checkpoints.values()}
     durable = all(checkpoint.durable for checkpoint in newest.values()) and not state.not_stored
-    return Exit(code=0 if durable else EXIT_NOT_DURABLE, lost=(*lost, *state.not_stored))
+    return Exit(code=0 if durable else NOT_DURABLE_EXIT_CODE, lost=(*lost, *state.not_stored))

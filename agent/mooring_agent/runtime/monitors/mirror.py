@@ -38,7 +38,7 @@ from mooring_agent.core.model import Fingerprint, Kind, Phase, SaveInfo
 from mooring_agent.core.settings.values import Settings
 from mooring_agent.ports import Clock
 from mooring_agent.runtime.engine.engine import Engine
-from mooring_agent.runtime.engine.telemetry import say
+from mooring_agent.runtime.engine.logs import say
 from mooring_agent.runtime.monitors.taken_snapshots import TakenSnapshots, is_over
 from mooring_api.names import RESUMED
 

@@ -23,7 +23,7 @@ from mooring_agent.core.model import Kind
 from mooring_agent.core.settings.values import Settings
 from mooring_agent.ports import Clock
 from mooring_agent.runtime.engine.engine import Engine
-from mooring_agent.runtime.engine.telemetry import say
+from mooring_agent.runtime.engine.logs import say
 from mooring_agent.runtime.monitors.mirror import Mirror
 from mooring_agent.runtime.monitors.progress import StepWatch
 from mooring_agent.runtime.monitors.ranks import LiveRanks, rank_hints

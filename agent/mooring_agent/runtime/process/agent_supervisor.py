@@ -14,8 +14,8 @@ from typing import Final
 
 import structlog
 
-from mooring_agent.core.agent.drain import EXIT_NOT_DURABLE
 from mooring_agent.core.errors import ErrorKind, MooringError
+from mooring_api.names import NOT_DURABLE_EXIT_CODE
 
 
 def exit_code(returncode: int) -> int:
@@ -37,7 +37,7 @@ _DELIVERY_PAUSE_SECONDS: Final = 0.5
 _LISTEN_SECONDS: Final = 1.0
 _LEAST_GRACE_SECONDS: Final = 0.1
 _END_MARGIN_SECONDS: Final = 5.0
-_ORDERLY: Final = frozenset({0, EXIT_NOT_DURABLE})
+_ORDERLY: Final = frozenset({0, NOT_DURABLE_EXIT_CODE})
 _NEVER_BORN: Final = 71
 """EX_OSERR: the process could not even be forked."""
 
@@ -136,8 +136,8 @@ class AgentSupervisor:
         except Exception:
             # A failure of the supervisor must not hide the program's own exit code.
             log.exception("run.keeping_failed")
-            return EXIT_NOT_DURABLE
-        return 0 if code == 0 else EXIT_NOT_DURABLE
+            return NOT_DURABLE_EXIT_CODE
+        return 0 if code == 0 else NOT_DURABLE_EXIT_CODE
 
     async def end(self) -> None:
         """End the agent when no program runs: SIGTERM, then SIGKILL after the grace period and a margin."""
@@ -179,7 +179,7 @@ class AgentSupervisor:
             log.warning("run.agent_died", code=code, restart=deaths.count, pause_seconds=pause_seconds)
             if self._draining.is_set() and deaths.count >= _DEATHS_WHILE_DRAINING:
                 log.error("run.agent_given_up", deaths=deaths.count)
-                return code or EXIT_NOT_DURABLE
+                return code or NOT_DURABLE_EXIT_CODE
             await self._pause(pause_seconds)
             if self._draining.is_set():
                 self._say_program_ended()

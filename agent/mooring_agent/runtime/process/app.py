@@ -33,7 +33,7 @@ from mooring_agent.runtime.api.server import AgentService, serve_grpc
 from mooring_agent.runtime.api.whole_run import WholeRun
 from mooring_agent.runtime.engine.engine import Engine
 from mooring_agent.runtime.engine.journaling import recover
-from mooring_agent.runtime.engine.telemetry import say
+from mooring_agent.runtime.engine.logs import say
 from mooring_agent.runtime.monitors.commit_news import CommitTeller
 from mooring_agent.runtime.monitors.kubernetes_events import KubernetesEvents, cluster_news
 from mooring_agent.runtime.monitors.ledger import LedgerWriter

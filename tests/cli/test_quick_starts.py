@@ -1,0 +1,52 @@
+"""A start loads only what it needs: training waits for the command, and then for the restore."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+# What takes longer to load than all that the two need together.
+HEAVY = ("mooring_agent.core.agent", "mooring_agent.runtime.work", "aiobotocore", "prometheus_client", "rich", "torch")
+_LOADED_WHEN_IT_STARTS_A_PROCESS = """
+import asyncio, sys
+async def tell(*command, **options):
+    print(*(name for name, module in sys.modules.items() if module))
+    sys.stdout.flush()
+    raise SystemExit(0)
+asyncio.create_subprocess_exec = tell
+from mooring_agent.__main__ import main
+main()
+"""
+_LOADED_AT_ITS_END = """
+import atexit, sys
+atexit.register(lambda: print(*(name for name, module in sys.modules.items() if module)))
+from mooring_agent.__main__ import main
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "command", "also"),
+    [
+        (_LOADED_WHEN_IT_STARTS_A_PROCESS, ("run", "--to"), ()),
+        (_LOADED_AT_ITS_END, ("restore",), ("grpc", "google.protobuf")),
+    ],
+    ids=["run", "restore"],
+)
+def test_what_training_waits_for_loads_no_more_than_it_needs(
+    program: str, command: tuple[str, ...], also: tuple[str, ...], tmp_path: Path
+) -> None:
+    (tmp_path / "bucket").mkdir()
+    words = [*command, f"file://{tmp_path}/bucket", "--volume", str(tmp_path / "volume")]
+    done = subprocess.run(
+        [sys.executable, "-c", program, *words, *(["--", "true"] if command[0] == "run" else [])],
+        env={name: value for name, value in os.environ.items() if not name.startswith("MOORING_")},
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    loaded = done.stdout.split()
+    assert "mooring_agent.config" in loaded, done.stderr
+    assert [name for name in loaded if name.startswith((*HEAVY, *also))] == []
