@@ -26,9 +26,9 @@ RANKS: Final = int(os.environ.get("WORLD_SIZE", "1"))
 
 
 class Model(torch.nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, layers: int = LAYERS, side: int = SIDE) -> None:
         super().__init__()
-        self.layers = torch.nn.ModuleList(torch.nn.Linear(SIDE, SIDE) for _ in range(LAYERS))
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(side, side) for _ in range(layers))
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
         for layer in self.layers:

@@ -34,6 +34,7 @@ class RunProcess:
         command: tuple[str, ...] = (sys.executable, str(TRAINER)),
         restore: str = "whole",
         prefix: tuple[str, ...] = (),
+        autoload: bool = False,
         **settings: object,
     ) -> None:
         self.volume = volume
@@ -45,7 +46,7 @@ class RunProcess:
         self._command = [*prefix, sys.executable, "-m", "mooring_agent", "run"]
         self._command += ["--to", destination, "--volume", str(volume)]
         self._command += ["--log-format=json", *(f"--{name.replace('_', '-')}={settings[name]}" for name in settings)]
-        self._command += [f"--restore={restore}", "--", *command]
+        self._command += [f"--restore={restore}", *(["--autoload"] if autoload else []), "--", *command]
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Self:
