@@ -18,7 +18,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, _leave_at_once)
     for name in _NEVER_USED:
         # An import of it then fails as if it were not there.
-        sys.modules.setdefault(name, None)  # type: ignore[arg-type]
+        sys.modules.setdefault(name, None)  # type: ignore[arg-type]  # None: no module
     try:
         from mooring_agent.cli import cli
 

@@ -126,6 +126,12 @@ def test_it_shows_the_rest_of_its_run_and_why_that_is_older() -> None:
     assert "cannot be read now: &lt;no answer&gt;" in page
 
 
+def test_what_a_restore_found_damaged_is_not_called_committed() -> None:
+    known = CommittedSave(key="", step=7, save="one", modified_at=1110.0)
+    now = AgentNow(life=_life(), committed=(known,), damaged=frozenset({"one"}), at=1200.0, ranks=1, step=9)
+    assert "<td>damaged</td>" in agent_page(now)
+
+
 def test_hostile_names_are_text() -> None:
     page = agent_page(
         AgentNow(life=_life(name='"><script>alert(1)</script>', attempt="<img src=x>"), at=1200.0, ranks=0, step=None)

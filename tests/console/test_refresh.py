@@ -100,6 +100,10 @@ async def test_a_checkpoint_that_a_restore_found_damaged_is_no_recovery_point(co
     assert overview.recovery is not None
     assert overview.recovery.step == 200
     assert "<td>damaged</td>" in (await opened.get("/run?name=one"))[1]
+    # As `mooring verify` does when it finds every byte right.
+    del opened.store.objects["one/" + damage_key("save-300")]
+    await opened.runs.read_all()
+    assert (await opened.get("/run?name=one"))[1].count("<td>committed</td>") == 3
 
 
 async def test_what_nobody_foresaw_of_one_run_hides_no_other(console: Opener, monkeypatch: pytest.MonkeyPatch) -> None:

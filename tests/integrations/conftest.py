@@ -3,8 +3,10 @@
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
+from tests.client.agent_server import AgentServer, serving
 from tests.client.conftest import WAIT_SECONDS, set_deadlines
 
 from mooring.gate.sigterm import Sigterm
@@ -15,6 +17,17 @@ from mooring_api import names
 def _an_answer_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """An agent that answers is never away, however slow the machine."""
     set_deadlines(monkeypatch, WAIT_SECONDS, WAIT_SECONDS)
+
+
+@pytest.fixture
+def agent(tmp_path: Path) -> Iterator[AgentServer]:
+    with serving(tmp_path / "v" / names.STATE_DIRECTORY / names.SOCKET, AgentServer()) as server:
+        yield server
+
+
+@pytest.fixture
+def volume(tmp_path: Path) -> Path:
+    return tmp_path / "v"
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from typing import Final
 
 import structlog
 
-from mooring_agent.catalog.object_reads import DAMAGE, get_whole, if_there
+from mooring_agent.catalog.object_reads import DAMAGE, REFUSALS, get_whole, if_there
 from mooring_agent.core.errors import StoreError
 from mooring_agent.core.stored.object_layout import DAMAGED_PREFIX, damage_key
 from mooring_agent.ports import StoreReader, StoreWriter
@@ -46,7 +46,7 @@ async def read_damage(store: StoreReader, save: str) -> str:
     try:
         note = await if_there(get_whole(store, damage_key(save), limit_bytes=_NOTE_BYTES))
     except StoreError as error:
-        if error.kind not in DAMAGE:
+        if error.kind not in (*DAMAGE, *REFUSALS):
             raise
         note = None
     return (note or b"").decode(errors="replace").strip()

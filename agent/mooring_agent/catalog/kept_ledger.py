@@ -10,8 +10,8 @@ from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 from typing import Final
 
-from mooring_agent.catalog.ledger import REFUSALS, decode_object, newest_objects
-from mooring_agent.catalog.object_reads import for_each, if_there, read_object
+from mooring_agent.catalog.ledger import decode_object, newest_objects
+from mooring_agent.catalog.object_reads import REFUSALS, for_each, if_there, read_object
 from mooring_agent.core.errors import ErrorKind, StoreError
 from mooring_agent.core.limits import LEDGER_BYTES
 from mooring_agent.core.stored.ledger import AgentLife, decode_lives, joined_lives, merged

@@ -14,7 +14,7 @@ from typing import Final
 
 import structlog
 
-from mooring_agent.catalog.object_reads import for_each, get_whole, if_there, read_object
+from mooring_agent.catalog.object_reads import REFUSALS, for_each, get_whole, if_there, read_object
 from mooring_agent.core.errors import ErrorKind, StoreError, checkpoint_corrupt
 from mooring_agent.core.limits import LEDGER_BYTES, LEDGER_OBJECTS, LEDGER_OBJECTS_BYTES
 from mooring_agent.core.stored.checked_json import UndecodableError
@@ -30,8 +30,6 @@ _MERGE_AGE_SECONDS: Final = 3600.0
 _MERGE_OBJECTS: Final = 16
 """Fewer objects of an attempt are not worth a merge."""
 _MERGED_BYTES: Final = LEDGER_BYTES // 4
-REFUSALS: Final = frozenset({ErrorKind.ACCESS_DENIED, ErrorKind.REQUEST_REFUSED})
-"""What a store answers for one object, though it gives others: archived, of another key, or another owner's."""
 
 _log: structlog.typing.FilteringBoundLogger = structlog.get_logger()
 

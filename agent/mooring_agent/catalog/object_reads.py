@@ -13,6 +13,8 @@ from mooring_agent.ports import StoreReader
 
 # The answers that mean "this object is not what was written", as opposed to "the store cannot say now".
 DAMAGE: Final = frozenset({ErrorKind.CHECKPOINT_CORRUPT, ErrorKind.NOT_FOUND})
+REFUSALS: Final = frozenset({ErrorKind.ACCESS_DENIED, ErrorKind.REQUEST_REFUSED})
+"""What a store answers for one object, though it gives others: archived, of another key, or another owner's."""
 
 _Item = TypeVar("_Item")
 

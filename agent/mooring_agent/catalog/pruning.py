@@ -41,7 +41,6 @@ from mooring_api.names import STATE_DIRECTORY
 
 _log: structlog.typing.FilteringBoundLogger = structlog.get_logger()
 
-
 REQUESTS_AT_ONCE: Final = 8
 
 

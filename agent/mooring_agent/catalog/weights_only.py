@@ -20,12 +20,7 @@ from mooring_agent.core.policies.restore_choice import CommittedSave
 from mooring_agent.core.policies.retention.deletions import Kept
 from mooring_agent.core.policies.retention.weights_only import Reduction
 from mooring_agent.core.settings.values import RetentionSettings
-from mooring_agent.core.stored.object_layout import (
-    RESUME_PREFIX,
-    WEIGHTS_PREFIX,
-    file_path,
-    weights_key,
-)
+from mooring_agent.core.stored.object_layout import RESUME_PREFIX, WEIGHTS_PREFIX, file_path, weights_key
 from mooring_agent.core.stored.weights_marker import decode_weights_marker, encode_weights_marker
 from mooring_agent.ports import StoreReader, StoreWriter
 

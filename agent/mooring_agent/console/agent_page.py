@@ -29,14 +29,15 @@ class AgentNow:
     """What an agent has noted of its life, and how things stand `at` that moment (unix seconds).
 
     `lives` are those in the run's ledger, and `committed` the newest committed saves, both as they were read last, all
-    of them if `all_listed`; `problem` says why that was long ago. `step` is the newest that a trainer tells; None if
-    none does.
+    of them if `all_listed`; a restore has found those in `damaged` so. `problem` says why that was long ago. `step` is
+    the newest that a trainer tells; None if none does.
     """
 
     life: AgentLife
     lives: tuple[AgentLife, ...] = ()
     committed: tuple[CommittedSave, ...] = ()
     all_listed: bool = False
+    damaged: frozenset[str] = frozenset()
     problem: str = ""
     at: float
     ranks: int
@@ -64,7 +65,7 @@ def agent_page(now: AgentNow) -> str:
     known = {one.save for one in now.committed}
     own = [one for one in _committed(now.life) if one.save not in known]
     listed = newest_first([*own, *now.committed])
-    overview, details = overview_of(listed, None, lives, all_listed=now.all_listed)
+    overview, details = overview_of(listed, None, lives, damaged=now.damaged, all_listed=now.all_listed)
     return render(
         "agent",
         life=now.life,

@@ -57,6 +57,7 @@ class KnownRun:
         self.ledger = KeptLedger()
         self._listed: int | None = None
         self._weights: tuple[CommittedSave, ...] = ()
+        self._damaged: frozenset[str] = frozenset()
         self._newest: tuple[str, CommitMarker | None] = ("", None)
         self._details = b""
 
@@ -77,10 +78,11 @@ class KnownRun:
         # A prune that leaves the weights alone takes the commit marker away, so the listing above changes with them.
         weights = await weights_of_run(store, self.prefix, most=_MARKERS) if listed != self._listed else self._weights
         fresh = await self.ledger.fetch(store, self.prefix, needed=listed != self._listed)
-        if fresh is None and listed == self._listed:
+        is_new = fresh is not None or listed != self._listed
+        # Whoever finds damage tells the ledger of a start too. Whoever finds a save whole may tell nobody.
+        damaged = await damaged_saves(store, self.prefix) if is_new or self._damaged else self._damaged
+        if not is_new and damaged == self._damaged:
             return
-        # Whoever restores tells the ledger of its start too.
-        damaged = await damaged_saves(store, self.prefix)
         usable = next((one for one in committed if one.save not in damaged), None)
         newest = await self._read_newest(store, usable) if usable else None
 
@@ -100,7 +102,8 @@ class KnownRun:
         overview, self._details = await asyncio.get_running_loop().run_in_executor(executor, compute)
         # A marker that may not be read is asked for again, because somebody may grant that.
         is_known = usable is None or self._newest[0] == usable.key
-        self.overview, self._listed, self._weights = overview, listed if is_known else None, weights
+        self.overview, self._weights, self._damaged = overview, weights, damaged
+        self._listed = listed if is_known else None
         self.is_empty = not (committed or weights or overview.time or overview.unread)
 
     async def _read_newest(self, store: StoreReader, committed: CommittedSave) -> CommitMarker | None:

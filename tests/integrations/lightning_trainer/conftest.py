@@ -1,11 +1,10 @@
-"""One process of Lightning's Trainer on a volume of its own, and an agent that answers."""
+"""One process of Lightning's Trainer on a volume of its own."""
 
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.client.agent_server import AgentServer, serving
 
 import mooring.gate.signal_file
 from mooring.integrations import lightning as integration
@@ -27,14 +26,3 @@ def _process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     before = signal.getsignal(signal.SIGTERM)
     yield
     assert signal.getsignal(signal.SIGTERM) == before, "training gives SIGTERM back"
-
-
-@pytest.fixture
-def agent(tmp_path: Path) -> Iterator[AgentServer]:
-    with serving(tmp_path / "v" / names.STATE_DIRECTORY / names.SOCKET, AgentServer()) as server:
-        yield server
-
-
-@pytest.fixture
-def volume(tmp_path: Path) -> Path:
-    return tmp_path / "v"

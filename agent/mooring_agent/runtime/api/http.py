@@ -68,6 +68,7 @@ async def serve_http(
                 lives=seen.lives,
                 committed=seen.committed,
                 all_listed=seen.all_listed,
+                damaged=seen.damaged,
                 problem=seen.problem,
                 at=clock.now(),
                 ranks=len(state().alive_ranks),

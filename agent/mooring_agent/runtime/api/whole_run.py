@@ -7,6 +7,7 @@ import asyncio
 from dataclasses import dataclass, replace
 from typing import Final
 
+from mooring_agent.catalog.damage import damaged_saves
 from mooring_agent.catalog.ledger import read_ledger
 from mooring_agent.catalog.markers import newest_of_run
 from mooring_agent.core.errors import MooringError
@@ -25,12 +26,13 @@ _MOST_COMMITTED: Final = 200
 class RunSeen:
     """`lives` of the newest part of the ledger, and the newest committed saves; all of them if `all_listed`.
 
-    `problem`: why they are older than they should be.
+    `damaged`: those that a restore has found so. `problem`: why they are older than they should be.
     """
 
     lives: tuple[AgentLife, ...] = ()
     committed: tuple[CommittedSave, ...] = ()
     all_listed: bool = False
+    damaged: frozenset[str] = frozenset()
     problem: str = ""
 
 
@@ -62,4 +64,5 @@ class WholeRun:
         store = await self._store.get()
         ledger = await read_ledger(store, most_bytes=_MOST_BYTES)
         committed, all_listed = await newest_of_run(store, "", most=_MOST_COMMITTED)
-        return RunSeen(lives=ledger.lives, committed=committed, all_listed=all_listed)
+        damaged = await damaged_saves(store)
+        return RunSeen(lives=ledger.lives, committed=committed, all_listed=all_listed, damaged=damaged)
