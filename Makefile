@@ -10,12 +10,12 @@ PROTOC_VERSION := 1.62.3
 PROTOC := .tools/protoc
 # Both distributions of this checkout, and what the image and most tests need of them.
 PACKAGES := --editable . --editable './agent[console,webhook]'
-STUBS := proto/mooring_api/v1
+STUBS := proto/keepstep_api/v1
 UV_VERSION := 0.13.9
 UV := .tools/uv
 # What builds the image: docker, podman or buildah.
 BUILDER ?= docker
-IMAGE ?= mooring
+IMAGE ?= keepstep
 # More than two cores: tests wait for servers, agents and ranks half of their time.
 WORKERS ?= 6
 # A thousand processes of the tests would each compile our modules anew.
@@ -108,11 +108,11 @@ hostile: $(READY)
 # The simulation's lives, as many as there is time for. LIVES=100000
 LIVES ?= 10000
 simulate: $(FRAMEWORKS)
-	MOORING_SIM_LIVES=$(LIVES) $(PYTEST) tests/simulation
+	KEEPSTEP_SIM_LIVES=$(LIVES) $(PYTEST) tests/simulation
 
 # Every trainer ended 200 times at random; then every notice, every moment, many times over: hours, for people. ARGUMENTS="--times 3 --trainer ddp"
 soak: $(FRAMEWORKS)
-	MOORING_RANDOM_ENDS=200 $(BIN)/python -m pytest -n $(WORKERS) tests/trainers/test_random_ends.py \
+	KEEPSTEP_RANDOM_ENDS=200 $(BIN)/python -m pytest -n $(WORKERS) tests/trainers/test_random_ends.py \
 		tests/trainers/test_killed_moments.py
 	$(BIN)/python -m tests.trainers.soak $(ARGUMENTS)
 
@@ -126,7 +126,7 @@ lint: setup proto-check
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	# The trainer's package runs on older Pythons than the agent's.
-	$(BIN)/mypy --python-version 3.10 --package mooring --package mooring_api
+	$(BIN)/mypy --python-version 3.10 --package keepstep --package keepstep_api
 	$(BIN)/lint-imports
 
 format: setup
@@ -148,7 +148,7 @@ proto-check: $(PROTOC)
 	$(PROTOC)/bin/python -m grpc_tools.protoc -Iproto --python_out=.tools/generated \
 		--pyi_out=.tools/generated --grpc_python_out=.tools/generated $(STUBS)/agent.proto
 	@for file in agent_pb2.py agent_pb2.pyi agent_pb2_grpc.py; do \
-		diff -u $(STUBS)/$$file .tools/generated/mooring_api/v1/$$file || \
+		diff -u $(STUBS)/$$file .tools/generated/keepstep_api/v1/$$file || \
 		{ echo "error: $(STUBS)/$$file is stale; hint: make proto"; exit 1; }; \
 	done
 
@@ -164,7 +164,7 @@ $(UV): Makefile
 LOCK := $(UV)/bin/uv --no-config pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate \
 	--default-index https://pypi.org/simple --constraint constraints.txt --custom-compile-command 'make lock'
 lock: $(UV)
-	printf '%s\n' . './agent[console,webhook]' | $(LOCK) --no-emit-package mooring --no-emit-package mooring-agent \
+	printf '%s\n' . './agent[console,webhook]' | $(LOCK) --no-emit-package keepstep --no-emit-package keepstep-agent \
 		--output-file requirements.txt -
 	$(PYTHON) -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["build-system"]["requires"], sep="\n")' \
 		| $(LOCK) --output-file requirements-build.txt -

@@ -28,8 +28,8 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from benchmarks import step_cost
-from mooring import Checkpointer
-from mooring.torch_loop import TorchLoop
+from keepstep import Checkpointer
+from keepstep.torch_loop import TorchLoop
 
 TENSORS: Final = 16
 TENSOR_SIDE: Final = 4096

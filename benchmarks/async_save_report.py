@@ -15,7 +15,7 @@ import torch
 mpl.use("agg")
 from matplotlib import pyplot
 
-OURS: Final = "mooring.torch_loop"
+OURS: Final = "keepstep.torch_loop"
 STALL_GOAL: Final = 0.2
 """Of torch.save's stall."""
 NOISE: Final = 1.1

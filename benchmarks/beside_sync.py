@@ -1,4 +1,4 @@
-"""What comes back after a kill at a random moment: Mooring's snapshots beside a loop of `rclone sync` or `s5cmd sync`.
+"""What comes back after a kill at a random moment: Keepstep's snapshots beside a loop of `rclone sync` or `s5cmd sync`.
 
     python -m benchmarks.beside_sync [--kills 200] [--interval 2] [--at-once 10] [--quick]
 
@@ -6,7 +6,7 @@
 kills it, its disk is lost, the bucket is restored to an empty directory, and the program's own check loads the
 checkpoint. *Torn* is one that does not load, or is a mix of two saves. The next life goes on from there. Each
 contestant has as many kills, on the same server of rclone on loopback, and many lives run at once. Writes
-benchmarks/BESIDE_SYNC.md, unless it is --quick, and exits 1 if anything of Mooring's is torn. Takes six minutes.
+benchmarks/BESIDE_SYNC.md, unless it is --quick, and exits 1 if anything of Keepstep's is torn. Takes six minutes.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from typing import Final
 
 from benchmarks.saving_program import CHECKPOINT_BYTES, TornError, load
 from benchmarks.sync_contestants import Bench, Contestant, Life, Loop, MachineKilled, ProgramKilled, loops
-from tests.harness.warm_python import warm_mooring
+from tests.harness.warm_python import warm_keepstep
 from tests.servers.fault_proxy import FaultProxy
 from tests.servers.rclone import RcloneServer
 
@@ -74,8 +74,8 @@ class Result:
         return [one for one in self.outcomes if one.torn]
 
     @property
-    def is_moorings(self) -> bool:
-        return self.contestant.startswith("Mooring")
+    def is_keepsteps(self) -> bool:
+        return self.contestant.startswith("Keepstep")
 
 
 def main() -> int:
@@ -96,7 +96,7 @@ def main() -> int:
     print(text)
     if not arguments.quick:
         REPORT.write_text(text)
-    return 0 if not any(result.torn for result in results if result.is_moorings) else 1
+    return 0 if not any(result.torn for result in results if result.is_keepsteps) else 1
 
 
 def compare(folder: Path, scenario: Scenario, rivals: Sequence[Loop]) -> list[Result]:
@@ -107,7 +107,7 @@ def compare(folder: Path, scenario: Scenario, rivals: Sequence[Loop]) -> list[Re
     try:
         proxy = FaultProxy(server.port)
         proxy.start()
-        warm_mooring()  # before there are threads, each of which would start one
+        warm_keepstep()  # before there are threads, each of which would start one
         bench = Bench(folder=folder, server=server, proxy=proxy)
         with ThreadPoolExecutor(len(contestants)) as threads:
             return list(threads.map(lambda contestant: _all_lives(contestant, bench, scenario), contestants))
@@ -193,7 +193,7 @@ def page(results: Sequence[Result], scenario: Scenario) -> str:
         *(
             f"| {result.contestant}: torn = 0 | {len(result.torn)} | {'yes' if not result.torn else 'no'} |"
             for result in results
-            if result.is_moorings
+            if result.is_keepsteps
         ),
     ]
     return "\n".join(lines) + "\n"
@@ -206,7 +206,7 @@ def _what_was_measured(scenario: Scenario) -> list[str]:
         f"{scenario.shortest_seconds:g} to {scenario.longest_seconds:g} s, its disk is lost, and the bucket is "
         "restored. Torn: what comes back does not load, or is a mix of two saves. The loops sync, then sleep for "
         f"{scenario.sync_interval_seconds:g} s. Where the machine is killed, the agent dies at the same moment as the "
-        "program, and so does each loop. Where the program is killed, `mooring run` lives on and ends by itself. "
+        "program, and so does each loop. Where the program is killed, `keepstep run` lives on and ends by itself. "
         f"{scenario.at_once} lives of each at a time, all against `rclone serve s3` on loopback; {os.cpu_count()} "
         f"cores ({platform.machine()}), and at the end {os.getloadavg()[1]:.1f} processes to run."
     )

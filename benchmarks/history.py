@@ -28,11 +28,11 @@ from tests.restore.stored_checkpoints import store_checkpoint
 from tests.servers.rclone import RcloneServer
 from tests.servers.server import ENVIRONMENT
 
-from mooring_agent.adapters.open_store import open_store
-from mooring_agent.catalog.markers import list_down_to
-from mooring_agent.catalog.recent_pruning import prune_recent
-from mooring_agent.core.policies.retention.horizon import horizon_of
-from mooring_agent.core.settings.values import RetentionSettings, StoreSettings
+from keepstep_agent.adapters.open_store import open_store
+from keepstep_agent.catalog.markers import list_down_to
+from keepstep_agent.catalog.recent_pruning import prune_recent
+from keepstep_agent.core.policies.retention.horizon import horizon_of
+from keepstep_agent.core.settings.values import RetentionSettings, StoreSettings
 
 GOALS_SECONDS: Final[Mapping[str, float]] = MappingProxyType(
     {"ls": 1.0, "restore": 1.0, "agent's start": 2.0, "retention": 1.0}
@@ -61,7 +61,7 @@ def main() -> int:
     arguments = parser.parse_args()
     os.environ.update(ENVIRONMENT)
     sizes, pods, rounds = ((200, 400), (10, 20), 1) if arguments.quick else (SIZES, PODS, _ROUNDS)
-    with tempfile.TemporaryDirectory(prefix="mooring-history-") as folder:
+    with tempfile.TemporaryDirectory(prefix="keepstep-history-") as folder:
         histories, wide = measure(Path(folder), sizes, pods, rounds=rounds)
     text = page(histories, wide)
     print(text)
@@ -157,8 +157,8 @@ class Retention:
 def _operations(destination: str, endpoint_url: str, volume: Path) -> dict[str, Callable[[], float]]:
     endpoint = f"--endpoint-url={endpoint_url}"
 
-    def mooring(*arguments: str) -> float:
-        command = [sys.executable, "-m", "mooring_agent", *arguments]
+    def keepstep(*arguments: str) -> float:
+        command = [sys.executable, "-m", "keepstep_agent", *arguments]
         began_at = time.monotonic()
         subprocess.run(command, check=True, capture_output=True, timeout=_LONGEST_SECONDS)
         return time.monotonic() - began_at
@@ -171,12 +171,12 @@ def _operations(destination: str, endpoint_url: str, volume: Path) -> dict[str, 
         return time.monotonic() - began_at
 
     return {
-        "help": lambda: mooring("--help"),
-        "ls": lambda: mooring("ls", destination, endpoint),
-        "restore": lambda: mooring("restore", destination, endpoint, "--volume", str(volume)),
+        "help": lambda: keepstep("--help"),
+        "ls": lambda: keepstep("ls", destination, endpoint),
+        "restore": lambda: keepstep("restore", destination, endpoint, "--volume", str(volume)),
         "agent's start": start_agent,
-        "prune": lambda: mooring("prune", destination, endpoint, "--keep-last=1", "--dry-run"),
-        "verify --all": lambda: mooring("verify", "--all", destination, endpoint),
+        "prune": lambda: keepstep("prune", destination, endpoint, "--keep-last=1", "--dry-run"),
+        "verify --all": lambda: keepstep("verify", "--all", destination, endpoint),
     }
 
 

@@ -61,7 +61,7 @@ class Idle:
 
 
 def main() -> int:
-    with tempfile.TemporaryDirectory(prefix="mooring-idle-") as directory:
+    with tempfile.TemporaryDirectory(prefix="keepstep-idle-") as directory:
         server = RcloneServer(Path(directory) / "data", make_certificate(Path(directory) / "tls"))
         server.start()
         try:
@@ -120,7 +120,7 @@ def started(directory: Path, bucket: Bucket) -> Iterator[tuple[AgentProcess, str
 @contextmanager
 def trainer_beside(agent: AgentProcess) -> Iterator[None]:
     """A rank that lives, as its lock says: it is looked at each second."""
-    lock = agent.volume / ".mooring" / "ranks" / "0"
+    lock = agent.volume / ".keepstep" / "ranks" / "0"
     with lock.open("w") as file:
         fcntl.lockf(file, fcntl.LOCK_EX)
         agent.register(local_rank=0, rank=0, world_size=1)

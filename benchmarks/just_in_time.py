@@ -4,7 +4,7 @@
 
 A trainer has saved two checkpoints of 2 GiB, and the first has just begun to go to a store of limited rate, when the
 machine is told to end: SIGTERM, and the checkpoint that the trainer saves then, 2 GiB too, is there at once. The clock
-runs from SIGTERM until the store has its commit marker. Mooring's real agent, an uploader that takes the oldest first,
+runs from SIGTERM until the store has its commit marker. Keepstep's real agent, an uploader that takes the oldest first,
 and one that takes the newest first but finishes what it has begun, have the same files, part size and number of
 connections, in turn. Writes benchmarks/JUST_IN_TIME.md and the plot beside it, and exits 1 if the goal is missed. Five
 rounds take five minutes. Needs 6 GiB of free disk below the temporary directory, and as much page cache.
@@ -29,10 +29,10 @@ from tests.harness.agent_process import AgentProcess, wait_until, write_checkpoi
 from tests.harness.trainer_process import TrainerProcess
 from tests.servers.server import ENVIRONMENT
 
-from mooring_agent.core.settings.values import MIB
-from mooring_agent.core.stored.object_layout import step_prefix
-from mooring_agent.core.stored.packs_and_parts import MIN_PART_BYTES
-from mooring_api.v1 import agent_pb2
+from keepstep_agent.core.settings.values import MIB
+from keepstep_agent.core.stored.object_layout import step_prefix
+from keepstep_agent.core.stored.packs_and_parts import MIN_PART_BYTES
+from keepstep_api.v1 import agent_pb2
 
 CONNECTIONS: Final = 8
 PART_BYTES: Final = 32 * MIB
@@ -79,11 +79,11 @@ def main() -> int:
         connections=CONNECTIONS,
     )
     contestants = [
-        Contestant("Mooring", mooring),
+        Contestant("Keepstep", keepstep),
         Contestant("newest first, not preemptive", lambda *run: plain_uploader("lifo", *run)),
         Contestant("oldest first", lambda *run: plain_uploader("fifo", *run)),
     ]
-    with tempfile.TemporaryDirectory(prefix="mooring-just-in-time-") as name:
+    with tempfile.TemporaryDirectory(prefix="keepstep-just-in-time-") as name:
         folder = Path(name)
         sources = [folder / f"checkpoint-{step}" for step in range(1, BACKLOG + 2)]
         for source in sources:
@@ -122,7 +122,7 @@ def linked(sources: Sequence[Path], folder: Path) -> list[Path]:
     return directories
 
 
-def mooring(scenario: Scenario, store: Store, checkpoints: Sequence[Path]) -> tuple[float, float]:
+def keepstep(scenario: Scenario, store: Store, checkpoints: Sequence[Path]) -> tuple[float, float]:
     """(when SIGTERM was sent, when the last checkpoint was durable)."""
     volume = checkpoints[0].parents[1]
     agent = AgentProcess(

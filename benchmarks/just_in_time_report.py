@@ -63,7 +63,7 @@ class Store(Protocol):
 
 @dataclass(slots=True)
 class Contestant:
-    """`run` gives (when SIGTERM was sent, when the last checkpoint was durable). Mooring is the first."""
+    """`run` gives (when SIGTERM was sent, when the last checkpoint was durable). Keepstep is the first."""
 
     name: str
     run: Callable[[Scenario, Store, Sequence[Path]], tuple[float, float]]
@@ -95,7 +95,7 @@ def page(contestants: list[Contestant], scenario: Scenario, *, rounds: int) -> s
         "|---|---|---|---|",
         *rows,
         "",
-        "Durable: the store has the commit marker, which comes after the last file. In Mooring's time is also what it",
+        "Durable: the store has the commit marker, which comes after the last file. In Keepstep's time is also what it",
         "takes to announce and pin the checkpoint, and its manifest, a listing and the marker, one after the other.",
         "Its parts carry a CRC64NVME for the store to verify; the other two are boto3 without checksums, and put a",
         "marker after the last file (`benchmarks/plain_uploader.py`). Who takes the newest first, but finishes what",

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from tests.harness.warm_python import TRAINER_ENVIRONMENT, warm_mooring
+from tests.harness.warm_python import TRAINER_ENVIRONMENT, warm_keepstep
 from tests.servers.fault_proxy import FaultProxy
 from tests.servers.rclone import RcloneServer
 from tests.servers.server import ENVIRONMENT, Bucket, make_bucket
@@ -70,7 +70,7 @@ def main() -> int:
     os.environ.update({**ENVIRONMENT, **TRAINER_ENVIRONMENT})
     # Layers and width; in pods each weight has a moment.
     model, lone_model = ((2, 1024), (2, 1024)) if arguments.quick else ((4, 8192), (16, 4096))
-    with tempfile.TemporaryDirectory(prefix="mooring-lazy-") as folder:
+    with tempfile.TemporaryDirectory(prefix="keepstep-lazy-") as folder:
         server = RcloneServer(Path(folder) / "served")
         server.start()
         proxy = FaultProxy(server.port)
@@ -153,20 +153,20 @@ def _restore_all(volumes: Sequence[Path], bucket: Bucket, proxy: FaultProxy) -> 
         for volume in volumes:
             words = _restore_words(volume, bucket, proxy)
             files = [nothing.fileno(), nothing.fileno(), sys.stderr.fileno()]
-            running.append(warm_mooring().start(words, environment=dict(os.environ), files=files))
+            running.append(warm_keepstep().start(words, environment=dict(os.environ), files=files))
     codes = [process.wait(_LONGEST_SECONDS) for process in running]
     assert codes == [0] * len(codes)
 
 
 def _restore_words(volume: Path, bucket: Bucket, proxy: FaultProxy) -> list[str]:
-    words = ["-m", "mooring_agent", "restore", bucket.destination, f"--volume={volume}"]
+    words = ["-m", "keepstep_agent", "restore", bucket.destination, f"--volume={volume}"]
     return [*words, f"--endpoint-url={proxy.endpoint_url}", "--watch=off"]
 
 
 def measure_overlap(
     folder: Path, server: RcloneServer, proxy: FaultProxy, model: tuple[int, int], *, rounds: int
 ) -> Overlap:
-    """One program and its agent, started cold by `mooring run`; the least of some interleaved rounds."""
+    """One program and its agent, started cold by `keepstep run`; the least of some interleaved rounds."""
     bucket = make_bucket(server)
     _run(folder / "lone-saved", bucket, proxy, model, "lazy")
     proxy.throttle(_LONE_RATE)
@@ -191,7 +191,7 @@ def _run(
     volume: Path, bucket: Bucket, proxy: FaultProxy, model: tuple[int, int], restore: str, *, saves: bool = True
 ) -> float:
     """Return the seconds to the program's first step."""
-    command = [sys.executable, "-m", "mooring_agent", "run", "--to", bucket.destination, f"--volume={volume}"]
+    command = [sys.executable, "-m", "keepstep_agent", "run", "--to", bucket.destination, f"--volume={volume}"]
     command += [f"--endpoint-url={proxy.endpoint_url}", "--watch=off", f"--restore={restore}", "--"]
     command += [sys.executable, str(_PROGRAM), *map(str, model), "1", *([] if saves else ["--no-save"])]
     volume.parent.mkdir(parents=True, exist_ok=True)
@@ -241,9 +241,9 @@ def page(jobs: Sequence[Resumed], overlap: Overlap, model: tuple[int, int], lone
         width=118,
     )
     lone = textwrap.fill(
-        f"`mooring run` with one process that imports torch, behind {_LONE_RATE / _MEGABYTE:.0f} MB/s; the checkpoint "
+        f"`keepstep run` with one process that imports torch, behind {_LONE_RATE / _MEGABYTE:.0f} MB/s; the checkpoint "
         f"has {lone_gib:.1f} GiB in {lone_model[0]} tensors. Importing is the time to the first step without restore; "
-        "downloading is that of `mooring restore`. All start cold. The least of interleaved rounds.",
+        "downloading is that of `keepstep restore`. All start cold. The least of interleaved rounds.",
         width=118,
     )
     return "\n".join(

@@ -175,7 +175,7 @@ def main() -> int:
     server = SinkServer(("127.0.0.1", 0), Sink)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
-        with tempfile.TemporaryDirectory(prefix="mooring-memory-") as directory:
+        with tempfile.TemporaryDirectory(prefix="keepstep-memory-") as directory:
             rows, seconds = measure(Path(directory), f"http://127.0.0.1:{server.server_port}")
     finally:
         server.shutdown()

@@ -32,7 +32,7 @@ from benchmarks.data_path.server import Server
 from tests.harness.agent_process import AgentProcess, wait_until, write_checkpoint
 from tests.servers.server import ENVIRONMENT
 
-from mooring_agent.adapters.output.output_directories import OutputDirectories
+from keepstep_agent.adapters.output.output_directories import OutputDirectories
 
 MIB: Final = 1 << 20
 SENT_GOAL: Final = 1.05
@@ -263,7 +263,7 @@ def main() -> int:
     scenario = QUICK if arguments.quick else FULL
     if arguments.interval is not None:
         scenario = replace(scenario, interval_seconds=arguments.interval)
-    with tempfile.TemporaryDirectory(prefix="mooring-mirror-") as name:
+    with tempfile.TemporaryDirectory(prefix="keepstep-mirror-") as name:
         folder = Path(name)
         with store(folder) as server:
             in_place = rewritten_in_place(folder / "in-place", server, scenario)

@@ -1,8 +1,8 @@
-"""What `mooring run --watch` takes from a program that saves nothing: steps per second with it and without.
+"""What `keepstep run --watch` takes from a program that saves nothing: steps per second with it and without.
 
     python -m benchmarks.mirror_overhead [--rounds 5] [--seconds 15] [--quick]
 
-`benchmarks.training_steps`, the runner and the agent have one core together, so that whatever Mooring does is taken
+`benchmarks.training_steps`, the runner and the agent have one core together, so that whatever Keepstep does is taken
 from the steps. In each round all ways have their turn, another one first each time, and a ratio is one of the same
 round. Writes benchmarks/MIRROR_OVERHEAD.md, unless it is --quick, and exits 1 if the goal is missed. Takes six minutes
 on a machine that does nothing else.
@@ -24,14 +24,14 @@ from typing import Final
 from benchmarks.data_path.process import process_cpu_ns
 
 GOAL: Final = 0.98
-"""Steps per second, of those without Mooring."""
+"""Steps per second, of those without Keepstep."""
 REPORT: Final = Path(__file__).with_name("MIRROR_OVERHEAD.md")
 WAYS: Final[Mapping[str, Sequence[str] | None]] = {
     "alone": None,
-    "mooring run --watch": (),
-    "mooring run --watch --autoload": ("--autoload",),
+    "keepstep run --watch": (),
+    "keepstep run --watch --autoload": ("--autoload",),
 }
-"""The flags besides --watch; None: without Mooring. The first one is what the others are compared with."""
+"""The flags besides --watch; None: without Keepstep. The first one is what the others are compared with."""
 _WARM_SECONDS: Final = 3.0
 _END_SECONDS: Final = 120.0
 _NOTHING_STORED: Final = 75
@@ -59,7 +59,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="two rounds of 5 s, and no page")
     arguments = parser.parse_args()
     rounds, seconds = (2, 5.0) if arguments.quick else (arguments.rounds, arguments.seconds)
-    with tempfile.TemporaryDirectory(prefix="mooring-overhead-") as folder:
+    with tempfile.TemporaryDirectory(prefix="keepstep-overhead-") as folder:
         turns = compare(Path(folder), rounds=rounds, seconds=seconds)
     text = page(turns, rounds=rounds, seconds=seconds)
     print(text)
@@ -84,7 +84,7 @@ def one_turn(folder: Path, flags: Sequence[str] | None, seconds: float) -> Turn:
     (folder / "out").mkdir(parents=True)
     command = [sys.executable, "-m", "benchmarks.training_steps", str(_WARM_SECONDS), str(seconds)]
     if flags is not None:
-        run = [sys.executable, "-m", "mooring_agent", "run", f"--to=file://{folder}/store"]
+        run = [sys.executable, "-m", "keepstep_agent", "run", f"--to=file://{folder}/store"]
         run += [f"--volume={folder}/volume", f"--watch={folder}/out", *flags]
         command = [*run, "--", *command]
     core = max(os.sched_getaffinity(0))

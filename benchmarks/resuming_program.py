@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
-import mooring.torch_loop
+import keepstep.torch_loop
 
 
 def main() -> None:
@@ -32,7 +32,7 @@ def main() -> None:
     for parameter in model.parameters():
         torch.nn.init.uniform_(parameter, -0.01, 0.01)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=momentum)
-    loop = mooring.torch_loop.TorchLoop(model, optimizer)
+    loop = keepstep.torch_loop.TorchLoop(model, optimizer)
     print(f"resumed {loop.steps_done}", flush=True)
     said = False
     while not said or loop.steps_done < steps:

@@ -29,11 +29,11 @@ from tests.servers.rclone import RcloneServer
 from tests.servers.server import ENVIRONMENT, make_bucket
 
 from benchmarks import scale_simulation
-from mooring_agent.core.model import FileEntry, Kind, RankManifest, SaveInfo
-from mooring_agent.core.stored.commit import manifest_key_of
-from mooring_agent.core.stored.manifest import encode_manifest
-from mooring_agent.core.stored.object_layout import file_key
-from mooring_api.v1 import agent_pb2
+from keepstep_agent.core.model import FileEntry, Kind, RankManifest, SaveInfo
+from keepstep_agent.core.stored.commit import manifest_key_of
+from keepstep_agent.core.stored.manifest import encode_manifest
+from keepstep_agent.core.stored.object_layout import file_key
+from keepstep_api.v1 import agent_pb2
 
 SIZES: Final = (8, 64)
 ROUNDS: Final = 3
@@ -125,9 +125,9 @@ class Fleet:
     def result(self, what: str, step: int, *, cpu_seconds: float) -> Commit:
         requests = self.requests(step)
         puts = [one for one in requests if one.method == "PUT" and one.status == 200]
-        sealed_at = max(one.answered_at for one in puts if "/.mooring/manifest-" in one.path)
-        marker_at = min(one.answered_at for one in puts if "/.mooring/commits/" in one.path)
-        small = ("/.mooring/manifest-", "/.mooring/commits/")
+        sealed_at = max(one.answered_at for one in puts if "/.keepstep/manifest-" in one.path)
+        marker_at = min(one.answered_at for one in puts if "/.keepstep/commits/" in one.path)
+        small = ("/.keepstep/manifest-", "/.keepstep/commits/")
         files = [one for one in requests if one.method == "PUT" and not any(name in one.path for name in small)]
         return Commit(
             what=what,
@@ -141,7 +141,7 @@ class Fleet:
 
 
 def main() -> int:
-    with tempfile.TemporaryDirectory(prefix="mooring-scale-") as directory:
+    with tempfile.TemporaryDirectory(prefix="keepstep-scale-") as directory:
         commits = [one for count in SIZES for one in measure(Path(directory) / str(count), count, rounds=ROUNDS)]
         memory_mib = committer_memory_mib(Path(directory) / "memory", max(scale_simulation.AGENTS))
     simulated = scale_simulation.measure()

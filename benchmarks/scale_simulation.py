@@ -16,13 +16,13 @@ from typing import Any, Final
 from tests.core.play import Play
 from tests.fakes.memory_store import MemoryStore
 
-from mooring_agent.core.agent import planner
-from mooring_agent.core.agent.commands import Command, Commit, PutFile, WriteManifest
-from mooring_agent.core.agent.events import Event, TerminationNoticed
-from mooring_agent.core.model import Kind, Phase
-from mooring_agent.core.stored.object_layout import COMMITS_PREFIX
-from mooring_agent.ports import ObjectInfo
-from mooring_agent.runtime.work.committer import Committer, write_manifest
+from keepstep_agent.core.agent import planner
+from keepstep_agent.core.agent.commands import Command, Commit, PutFile, WriteManifest
+from keepstep_agent.core.agent.events import Event, TerminationNoticed
+from keepstep_agent.core.model import Kind, Phase
+from keepstep_agent.core.stored.object_layout import COMMITS_PREFIX
+from keepstep_agent.ports import ObjectInfo
+from keepstep_agent.runtime.work.committer import Committer, write_manifest
 
 AGENTS: Final = (8, 64, 1_000)
 RANKS_PER_AGENT: Final = 8
@@ -233,7 +233,7 @@ async def _commit(
         agent.dead = True
     loop.call_later(late_seconds, last.save, kind)
     await _until(lambda: all(agent.knows for agent in job[dead:]))
-    sealed_at = max(at for key, at in store.stored_at.items() if "/.mooring/manifest-" in key)
+    sealed_at = max(at for key, at in store.stored_at.items() if "/.keepstep/manifest-" in key)
     marker_at = next(at for key, at in store.stored_at.items() if key.startswith(COMMITS_PREFIX))
     files = agents * RANKS_PER_AGENT
     return Result(

@@ -16,13 +16,13 @@ from typing import Final
 import torch
 import torch.distributed as dist
 
-from mooring import Checkpointer
-from mooring.framework_run import FrameworkRun
-from mooring.gate import RanksGate
-from mooring.gate.sigterm import Sigterm
-from mooring.ranks.rank_store import Ranks, RankStore
-from mooring.torch_loop import TorchLoop
-from mooring_api import names
+from keepstep import Checkpointer
+from keepstep.framework_run import FrameworkRun
+from keepstep.gate import RanksGate
+from keepstep.gate.sigterm import Sigterm
+from keepstep.ranks.rank_store import Ranks, RankStore
+from keepstep.torch_loop import TorchLoop
+from keepstep_api import names
 
 CALLS: Final = 10_000
 BATCHES: Final = 50

@@ -1,4 +1,4 @@
-"""Who keeps the program's files in `benchmarks.beside_sync`: Mooring in two ways, and loops of sync commands."""
+"""Who keeps the program's files in `benchmarks.beside_sync`: Keepstep in two ways, and loops of sync commands."""
 
 import os
 import shlex
@@ -14,7 +14,7 @@ from typing import Final, Protocol
 
 from tests.harness.agent_process import AgentProcess, wait_until
 from tests.harness.run_process import RunProcess
-from tests.harness.warm_python import warm_mooring
+from tests.harness.warm_python import warm_keepstep
 from tests.servers.fault_proxy import FaultProxy
 from tests.servers.rclone import RcloneServer, find_rclone
 from tests.servers.server import ENVIRONMENT, Bucket, make_bucket
@@ -103,7 +103,7 @@ class Contestant(Protocol):
 class MachineKilled:
     """An agent, which dies with the program."""
 
-    name: Final = "Mooring, machine killed"
+    name: Final = "Keepstep, machine killed"
     label: Final = "m"
 
     @contextmanager
@@ -131,9 +131,9 @@ class MachineKilled:
 
 
 class ProgramKilled:
-    """`mooring run`, of which the program alone is killed."""
+    """`keepstep run`, of which the program alone is killed."""
 
-    name: Final = "Mooring, program killed"
+    name: Final = "Keepstep, program killed"
     label: Final = "r"
 
     @contextmanager
@@ -267,8 +267,8 @@ def _program(command: Sequence[str]) -> Iterator["subprocess.Popen[bytes]"]:
 
 
 def _restore(life: Life) -> None:
-    words = ["-m", "mooring_agent", "restore", life.bucket.destination, f"--endpoint-url={life.endpoint_url}"]
-    result = warm_mooring().run(
+    words = ["-m", "keepstep_agent", "restore", life.bucket.destination, f"--endpoint-url={life.endpoint_url}"]
+    result = warm_keepstep().run(
         [*words, f"--volume={life.volume}", f"--watch={life.output}"],
         environment={**os.environ, **_ENVIRONMENT},
         timeout_seconds=_WAIT_SECONDS,

@@ -13,9 +13,9 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration, set_seed
 
-import mooring
+import keepstep
 
-OUTPUT = Path(os.environ.get("MOORING_CHECKPOINT_DIRECTORY", "checkpoints"))
+OUTPUT = Path(os.environ.get("KEEPSTEP_CHECKPOINT_DIRECTORY", "checkpoints"))
 
 
 class Progress:
@@ -46,7 +46,7 @@ def main() -> None:
         dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True, data_seed=0),
         project_config=ProjectConfiguration(project_dir=str(OUTPUT), automatic_checkpoint_naming=True, total_limit=3),
     )
-    mooring.protect(accelerator)
+    keepstep.protect(accelerator)
     set_seed(0)
 
     inputs = torch.randn(400, 16)

@@ -1,7 +1,7 @@
-"""A loop around torch.distributed.checkpoint that knows nothing of Mooring: each of its saves goes to the bucket.
+"""A loop around torch.distributed.checkpoint that knows nothing of Keepstep: each of its saves goes to the bucket.
 
     torchrun --nproc-per-node 2 examples/dcp_loop.py
-    mooring run --to s3://bucket/runs/one --autoload -- torchrun --nproc-per-node 2 examples/dcp_loop.py
+    keepstep run --to s3://bucket/runs/one --autoload -- torchrun --nproc-per-node 2 examples/dcp_loop.py
 
 The name of a checkpoint ends in its step. No just-in-time save this way, because nobody but this loop knows what its
 state is: see ddp.py and fsdp2.py for that.
@@ -18,7 +18,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.nn.parallel import DistributedDataParallel
 
-CHECKPOINTS = Path(os.environ.get("MOORING_CHECKPOINT_DIRECTORY", "checkpoints"))
+CHECKPOINTS = Path(os.environ.get("KEEPSTEP_CHECKPOINT_DIRECTORY", "checkpoints"))
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
 """Data-parallel training (DDP) that survives its pod: stopped at any step and started again, it ends bit-identical.
 
 torchrun --nproc-per-node 2 examples/ddp.py
-mooring run --to s3://bucket/runs/ddp -- torchrun --nproc-per-node 2 examples/ddp.py
+keepstep run --to s3://bucket/runs/ddp -- torchrun --nproc-per-node 2 examples/ddp.py
 """
 
 import argparse
@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DistributedSampler, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from mooring.torch_loop import TorchLoop
+from keepstep.torch_loop import TorchLoop
 
 
 def main() -> None:

@@ -14,9 +14,9 @@ import deepspeed
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-import mooring
+import keepstep
 
-OUTPUT = os.environ.get("MOORING_CHECKPOINT_DIRECTORY", "checkpoints")
+OUTPUT = os.environ.get("KEEPSTEP_CHECKPOINT_DIRECTORY", "checkpoints")
 CONFIG = {
     "train_micro_batch_size_per_gpu": 8,
     "gradient_accumulation_steps": 2,
@@ -53,7 +53,7 @@ def main() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1, bias=False))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     engine, _, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=CONFIG)
-    mooring.protect(engine)
+    keepstep.protect(engine)
     sampler: DistributedSampler[tuple[torch.Tensor, ...]] = DistributedSampler(dataset)
     loader = DataLoader(dataset, batch_size=8, sampler=sampler, num_workers=2)
     engine.load_checkpoint(OUTPUT)

@@ -1,7 +1,7 @@
 """Sharded training (FSDP2) that survives its pod; each rank saves its shards while training goes on.
 
 torchrun --nproc-per-node 2 examples/fsdp2.py
-mooring run --to s3://bucket/runs/fsdp2 -- torchrun --nproc-per-node 2 examples/fsdp2.py
+keepstep run --to s3://bucket/runs/fsdp2 -- torchrun --nproc-per-node 2 examples/fsdp2.py
 """
 
 import argparse
@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DistributedSampler, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from mooring.torch_loop import TorchLoop
+from keepstep.torch_loop import TorchLoop
 
 
 def main() -> None:

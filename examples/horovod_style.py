@@ -1,7 +1,7 @@
 """Rank 0 saves for all, as programs for Horovod do: one Checkpointer, `rank0_only=True`, on rank 0.
 
     torchrun --nproc-per-node 2 examples/horovod_style.py
-    mooring run --to s3://bucket/runs/one -- torchrun --nproc-per-node 2 examples/horovod_style.py
+    keepstep run --to s3://bucket/runs/one -- torchrun --nproc-per-node 2 examples/horovod_style.py
 
 Every rank holds the same model, so that rank 0's state is the state of all. What rank 0 knows alone it tells the others
 by a broadcast of the program's own. Here torch.distributed stands in for Horovod; with that it reads
@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as distributed
 
-import mooring
+import keepstep
 
 T = TypeVar("T")
 
@@ -33,7 +33,7 @@ def main() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
-    checkpointer = mooring.Checkpointer(rank0_only=True) if rank == 0 else None
+    checkpointer = keepstep.Checkpointer(rank0_only=True) if rank == 0 else None
     if rank != 0:
         # The launcher's SIGTERM goes to all ranks; the others stay for rank 0's last save, and leave with it.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)

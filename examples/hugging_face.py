@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments, set_seed
 
-import mooring
+import keepstep
 
 
 class Counting(Dataset[dict[str, torch.Tensor]]):
@@ -53,7 +53,7 @@ def main() -> None:
         attention_dropout=0.1,
     )
     arguments = TrainingArguments(
-        output_dir=os.environ.get("MOORING_CHECKPOINT_DIRECTORY", "checkpoints"),
+        output_dir=os.environ.get("KEEPSTEP_CHECKPOINT_DIRECTORY", "checkpoints"),
         use_cpu=not torch.cuda.is_available(),
         max_steps=options.steps,
         per_device_train_batch_size=4,
@@ -75,7 +75,7 @@ def main() -> None:
         eval_dataset=Counting(64),
         callbacks=[PrintLoss()],
     )
-    mooring.protect(trainer)
+    keepstep.protect(trainer)
     trainer.train()
 
 

@@ -1,4 +1,4 @@
-"""A Lightning Trainer that survives its pod: Mooring saves it in time, and it resumes where it was.
+"""A Lightning Trainer that survives its pod: Keepstep saves it in time, and it resumes where it was.
 
     torchrun --nproc-per-node 2 examples/lightning_trainer.py --steps 200
 
@@ -16,9 +16,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import Dataset, DistributedSampler, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-import mooring
+import keepstep
 
-DIRECTORY = Path(os.environ.get("MOORING_CHECKPOINT_DIRECTORY", "checkpoints"))
+DIRECTORY = Path(os.environ.get("KEEPSTEP_CHECKPOINT_DIRECTORY", "checkpoints"))
 
 
 class Regression(lightning.LightningModule):  # type: ignore[misc]
@@ -80,7 +80,7 @@ def main() -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    mooring.protect(trainer)
+    keepstep.protect(trainer)
     trainer.fit(Regression(data))
 
 

@@ -1,14 +1,14 @@
 """A complete PyTorch loop that survives its pod: stop it at any step, start it again, the result is bit-identical.
 
 Saves below ./checkpoints:      python examples/torch_loop.py
-And off the disk, to a bucket:  mooring run --to s3://bucket/runs/demo -- python examples/torch_loop.py
+And off the disk, to a bucket:  keepstep run --to s3://bucket/runs/demo -- python examples/torch_loop.py
 """
 
 import hashlib
 
 import torch
 
-import mooring
+import keepstep
 
 STEPS, SAVE_EVERY, BATCH = 1000, 100, 32
 
@@ -21,7 +21,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     step = 0
 
-    checkpointer = mooring.Checkpointer()
+    checkpointer = keepstep.Checkpointer()
     if (path := checkpointer.resume()) is not None:
         state = torch.load(path / "state.pt", weights_only=True)
         model.load_state_dict(state["model"])

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, TrainerCallback, set_seed
 from trl import SFTConfig, SFTTrainer
 
-import mooring
+import keepstep
 
 WORDS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "plus", "times", "is"]
 SPECIAL = ["<pad>", "<eos>", "<unk>"]
@@ -65,7 +65,7 @@ def main() -> None:
         eos_token_id=tokenizer.eos_token_id,
     )
     arguments = SFTConfig(
-        output_dir=os.environ.get("MOORING_CHECKPOINT_DIRECTORY", "checkpoints"),
+        output_dir=os.environ.get("KEEPSTEP_CHECKPOINT_DIRECTORY", "checkpoints"),
         use_cpu=not torch.cuda.is_available(),
         bf16=torch.cuda.is_available(),
         max_steps=options.steps,
@@ -86,7 +86,7 @@ def main() -> None:
         processing_class=tokenizer,
         callbacks=[PrintLoss()],
     )
-    mooring.protect(trainer)
+    keepstep.protect(trainer)
     trainer.train()
 
 

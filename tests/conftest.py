@@ -13,8 +13,8 @@ import botocore.session
 import pytest
 from tests.harness.warm_python import TRAINER_ENVIRONMENT
 
-from mooring.integrations import ownership
-from mooring_api import names
+from keepstep.integrations import ownership
+from keepstep_api import names
 
 # Before anything loads gRPC: beside its fork handlers a fork right after a call may hang, in this process too.
 os.environ.setdefault(names.ENV_GRPC_FORK_HANDLERS, "0")
@@ -25,7 +25,7 @@ pytest_plugins = ["tests.servers.fixtures"]
 
 _LANES = ("slow", "trainers", "root")
 _HAS_TORCH = importlib.util.find_spec("torch") is not None
-_IMPORTS_TORCH = re.compile(rb"^ *(?:import|from) (?:torch|safetensors|mooring\.torch_loop)", re.MULTILINE)
+_IMPORTS_TORCH = re.compile(rb"^ *(?:import|from) (?:torch|safetensors|keepstep\.torch_loop)", re.MULTILINE)
 
 
 def pytest_configure() -> None:

@@ -4,9 +4,9 @@ import os
 import random
 from pathlib import Path
 
-from mooring_agent.adapters.checksum import region_checksum
-from mooring_agent.adapters.transfer.upload_body import PIECE_BYTES
-from mooring_agent.core.model import Fingerprint, Region
+from keepstep_agent.adapters.checksum import region_checksum
+from keepstep_agent.adapters.transfer.upload_body import PIECE_BYTES
+from keepstep_agent.core.model import Fingerprint, Region
 
 
 def make_file(path: Path, size_bytes: int, seed: int = 0) -> Path:

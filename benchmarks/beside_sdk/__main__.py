@@ -1,4 +1,4 @@
-"""What saves, an end and a resumed start take with Mooring, and with the checkpointing of the OpenShift AI SDK.
+"""What saves, an end and a resumed start take with Keepstep, and with the checkpointing of the OpenShift AI SDK.
 
     python -m benchmarks.beside_sdk --sdk DIR [--rounds 5]
 
@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 from typing import Final
 
-from benchmarks.beside_sdk.contestants import SAVE_EVERY, Contestant, Life, Mooring, Sdk
+from benchmarks.beside_sdk.contestants import SAVE_EVERY, Contestant, Keepstep, Life, Sdk
 from benchmarks.beside_sdk.report import REPORT, Note, Rounds, Turn, notes_of, page, stalls
 from benchmarks.beside_sdk.with_sdk import INSTRUMENTATION
 from tests.harness.agent_process import wait_until
@@ -52,7 +52,7 @@ def main() -> int:
         parser.error(f"{error.name} is not installed\nhint: pip install --group frameworks --group bench")
     # Users' programs do not compile their modules anew at each start.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-    contestants: list[Contestant] = [Mooring(), Sdk(checkout=arguments.sdk.resolve())]
+    contestants: list[Contestant] = [Keepstep(), Sdk(checkout=arguments.sdk.resolve())]
     turns: dict[str, list[Turn]] = {one.name: [] for one in contestants}
     with tempfile.TemporaryDirectory(prefix="beside-") as name:
         folder = Path(name)
@@ -67,7 +67,7 @@ def main() -> int:
                     print(contestant.name, turns[contestant.name][-1], file=sys.stderr, flush=True)
         finally:
             server.stop()
-    rounds = Rounds(mooring=turns["Mooring"], sdk=turns["SDK"])
+    rounds = Rounds(keepstep=turns["Keepstep"], sdk=turns["SDK"])
     text = page(rounds, {"SDK": _version(arguments.sdk), **versions})
     print(text)
     if arguments.rounds >= _ROUNDS:

@@ -1,4 +1,4 @@
-"""Who keeps the checkpoints in `benchmarks.beside_sdk`: `mooring run`, and the OpenShift AI SDK."""
+"""Who keeps the checkpoints in `benchmarks.beside_sdk`: `keepstep run`, and the OpenShift AI SDK."""
 
 import json
 import os
@@ -13,8 +13,8 @@ from typing import Final, TypeAlias
 from tests.harness.run_process import RunProcess
 from tests.servers.server import ENVIRONMENT, Bucket
 
-from mooring_agent.core.stored.object_layout import step_prefix
-from mooring_api.names import JUST_IN_TIME_EXIT_CODE
+from keepstep_agent.core.stored.object_layout import step_prefix
+from keepstep_api.names import JUST_IN_TIME_EXIT_CODE
 
 SAVE_EVERY: Final = 20
 """Steps."""
@@ -54,10 +54,10 @@ class Life:
         return "".join(path.read_text(errors="replace") for path in sorted(self.folder.glob("*.log")))
 
 
-class Mooring:
-    """`mooring run` with its defaults."""
+class Keepstep:
+    """`keepstep run` with its defaults."""
 
-    name: Final = "Mooring"
+    name: Final = "Keepstep"
     exit_code: Final = JUST_IN_TIME_EXIT_CODE
     """Of a training that has saved just in time."""
 
@@ -120,7 +120,7 @@ class Sdk:
         return _keys(bucket, f"checkpoint-{step}/") == _FILES
 
 
-Contestant: TypeAlias = Mooring | Sdk
+Contestant: TypeAlias = Keepstep | Sdk
 
 
 def _keys(bucket: Bucket, prefix: str) -> set[str]:

@@ -63,12 +63,12 @@ GOALS: Final = {"later_stall": 1.0, "to_durable": 1.0, "resumed_start": 1.2}
 class Rounds:
     """The turns of both, round by round."""
 
-    mooring: Sequence[Turn]
+    keepstep: Sequence[Turn]
     sdk: Sequence[Turn]
 
     def ratio(self, field: str) -> float:
         """Return the median of the ratios of all rounds."""
-        pairs = zip(_seconds(self.mooring, field), _seconds(self.sdk, field), strict=True)
+        pairs = zip(_seconds(self.keepstep, field), _seconds(self.sdk, field), strict=True)
         return statistics.median(ours / theirs for ours, theirs in pairs)
 
     def goals(self) -> Iterator[tuple[str, str, bool]]:
@@ -87,15 +87,15 @@ def page(rounds: Rounds, versions: Mapping[str, str]) -> str:
         "",
         *_what_was_measured(len(rounds.sdk), versions),
         "",
-        "| seconds: median, least and most | Mooring | SDK | x, median of the rounds |",
+        "| seconds: median, least and most | Keepstep | SDK | x, median of the rounds |",
         "|---|---|---|---|",
         *(
-            f"| {name} | {_cell(rounds.mooring, field)} | {_cell(rounds.sdk, field)} | {rounds.ratio(field):.2f} |"
+            f"| {name} | {_cell(rounds.keepstep, field)} | {_cell(rounds.sdk, field)} | {rounds.ratio(field):.2f} |"
             for field, name in FIGURES.items()
         ),
         "",
         "Training stands still from the end of an optimizer's step to the next forward pass, less what that takes",
-        "without a save. Mooring makes the memory for its copy in the first two steps, which is not in it.",
+        "without a save. Keepstep makes the memory for its copy in the first two steps, which is not in it.",
         "",
         "| goal | measured | met |",
         "|---|---|---|",
@@ -107,8 +107,8 @@ def page(rounds: Rounds, versions: Mapping[str, str]) -> str:
 def _what_was_measured(rounds: int, versions: Mapping[str, str]) -> Sequence[str]:
     text = (
         "One Hugging Face Trainer on one rank, a checkpoint of 85 MB in its six files, and the same program for both. "
-        "Mooring: `mooring run --autoload`. A save is asynchronous, its files are synced before they are uploaded, and "
-        "a restore checks every byte and syncs it before the program starts. SDK: the code that its "
+        "Keepstep: `keepstep run --autoload`. A save is asynchronous, its files are synced before they are uploaded, "
+        "and a restore checks every byte and syncs it before the program starts. SDK: the code that its "
         "`TransformersTrainer` puts around the program, with its defaults. The Trainer saves as ever, and a thread of "
         "the training uploads with s3fs. It syncs nothing, and of checksums it has those that botocore adds to "
         "uploads; their check in downloads is off, because rclone sends that of a whole object with a part of it. Both "

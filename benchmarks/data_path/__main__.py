@@ -1,4 +1,4 @@
-"""Mooring's data path beside its peers: CPU, throughput and memory of the same transfers, in one run.
+"""Keepstep's data path beside its peers: CPU, throughput and memory of the same transfers, in one run.
 
 Prints the tables; with --output it writes RESULTS.md and plots into that folder, or EVENT_LOOP.md alone if another
 checkout is measured beside this one. Exits 1 if a goal is missed.
@@ -13,8 +13,8 @@ from pathlib import Path
 from benchmarks.data_path import series, small_files
 from benchmarks.data_path.comparison import MODES, Result, compare, measured, only, source_sizes
 from benchmarks.data_path.goals import comparison_goals
+from benchmarks.data_path.keepstep import Keepstep
 from benchmarks.data_path.memory import measure_memory
-from benchmarks.data_path.mooring import Mooring
 from benchmarks.data_path.notice import ROUNDS, measure_notice
 from benchmarks.data_path.plots import plot_comparison, plot_series
 from benchmarks.data_path.report import Report, heading
@@ -43,7 +43,7 @@ def main() -> int:
         options.section = options.section or ["comparison"]
     sections = options.section or SECTIONS
     report = Report()
-    with tempfile.TemporaryDirectory(prefix="mooring-plots-") as unwanted:
+    with tempfile.TemporaryDirectory(prefix="keepstep-plots-") as unwanted:
         plots = Path(unwanted) if options.beside else options.output or Path(unwanted)
         plots.mkdir(parents=True, exist_ok=True)
         if "comparison" in sections:
@@ -72,15 +72,15 @@ def main() -> int:
 def _comparison(report: Report, options: argparse.Namespace, plots: Path) -> None:
     results: dict[str, list[Result]] = {}
     with open_workplace(source_sizes(options.size)) as place:
-        mooring = Mooring()
-        tools: list[Tool] = only([mooring, *limits(place.programs.limits), *peers()], options.only)
-        other = Mooring(checkout=options.beside.resolve()) if options.beside else None
+        keepstep = Keepstep()
+        tools: list[Tool] = only([keepstep, *limits(place.programs.limits), *peers()], options.only)
+        other = Keepstep(checkout=options.beside.resolve()) if options.beside else None
         if other:
             tools.append(other)
         modes = options.mode or list(MODES)
-        if mooring in tools and any(mode.startswith("download") for mode in modes):
+        if keepstep in tools and any(mode.startswith("download") for mode in modes):
             with place.job(upload=True, secure=False) as job:
-                mooring.prepare(job)
+                keepstep.prepare(job)
         for mode in modes:
             results[mode] = compare(place, tools, mode=mode, rounds=options.rounds, say=_say)
             report.comparison(mode, results[mode])
@@ -88,8 +88,8 @@ def _comparison(report: Report, options: argparse.Namespace, plots: Path) -> Non
             if not other:
                 report.lines += ["", f"![{mode}](data-path-{mode}.png)"]
             by_name = {result.tool: result for result in measured(results[mode])}
-            if other and mooring.name in by_name and other.name in by_name:
-                report.beside(mode, by_name[mooring.name], by_name[other.name])
+            if other and keepstep.name in by_name and other.name in by_name:
+                report.beside(mode, by_name[keepstep.name], by_name[other.name])
     report.goals += comparison_goals(results)
 
 
@@ -104,7 +104,7 @@ def _small_files(report: Report, rounds: int, *, files: int) -> None:
 def _memory(report: Report, *, gibibytes: float) -> None:
     with open_workplace(source_sizes(gibibytes)) as place:
         rows, goals = measure_memory(place, _say)
-    title = f"Memory of Mooring for {gibibytes:g} GiB"
+    title = f"Memory of Keepstep for {gibibytes:g} GiB"
     report.section(title, "| transfer | anonymous MiB, peak | RSS MiB, peak |", "|---|---|---|", *rows)
     report.goals += goals
 

@@ -17,7 +17,7 @@ MODES: Final[Mapping[str, tuple[bool, bool]]] = {
     "download-tls": (False, True),
 }
 """(upload, secure) by name."""
-MOORING: Final = "mooring"
+KEEPSTEP: Final = "keepstep"
 LIMITS: Final = "limits"
 """How the names of all C limits begin."""
 
@@ -120,7 +120,7 @@ def _is_hopeless(result: Result, results: Sequence[Result]) -> bool:
 
 
 def is_peer(tool: str) -> bool:
-    return not tool.startswith(MOORING) and not tool.startswith(LIMITS)
+    return not tool.startswith(KEEPSTEP) and not tool.startswith(LIMITS)
 
 
 def _check(job: Job, tool: Tool, *, compare_bytes: bool) -> None:
@@ -138,7 +138,7 @@ def _check(job: Job, tool: Tool, *, compare_bytes: bool) -> None:
 
 
 def _holds(sizes: Mapping[str, int], expected: Mapping[str, int]) -> bool:
-    """Mooring may pack small files into larger objects, so all that must be there is the sum."""
+    """Keepstep may pack small files into larger objects, so all that must be there is the sum."""
     return sum(sizes.values()) >= sum(expected.values())
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Final
 
-from benchmarks.data_path.comparison import MOORING, Result, is_peer, measured
+from benchmarks.data_path.comparison import KEEPSTEP, Result, is_peer, measured
 
 LOOP_COST_GOAL: Final = 0.08
 """CPU seconds per GB. No number of cores brings one agent past the inverse of it, in GB/s."""
@@ -33,7 +33,7 @@ def comparison_goals(results: Mapping[str, Sequence[Result]]) -> list[Goal]:
     }
     for mode, rows in results.items():
         by_name = {row.tool: row for row in measured(rows)}
-        ours = by_name.get(MOORING)
+        ours = by_name.get(KEEPSTEP)
         if ours is None:
             continue
         factor, name = limits[mode]

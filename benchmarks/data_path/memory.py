@@ -1,10 +1,10 @@
-"""Mooring's memory while it moves 8 GiB: as it likes, and in a control group that allows it 192 MiB."""
+"""Keepstep's memory while it moves 8 GiB: as it likes, and in a control group that allows it 192 MiB."""
 
 from collections.abc import Callable
 from typing import Final
 
 from benchmarks.data_path.goals import Goal
-from benchmarks.data_path.mooring import Mooring
+from benchmarks.data_path.keepstep import Keepstep
 from benchmarks.data_path.process import ToolError
 from benchmarks.data_path.workplace import Workplace
 from tests.harness.control_group import NoControlGroup, memory_control_group
@@ -16,9 +16,9 @@ LIMIT_BYTES: Final = 192 << 20
 def measure_memory(workplace: Workplace, say: Callable[[str], None]) -> tuple[list[str], list[Goal]]:
     """Rows of a table, and the goals."""
     rows, goals = [], []
-    mooring = Mooring()
+    keepstep = Keepstep()
     with workplace.job(upload=True, secure=False) as job:
-        mooring.prepare(job)
+        keepstep.prepare(job)
     for limited in (False, True):
         for upload in (True, False):
             what = f"{'upload' if upload else 'restore'}{', 192 MiB control group' if limited else ''}"
@@ -50,7 +50,7 @@ def _measure(workplace: Workplace, *, upload: bool, limited: bool) -> tuple[int,
     with workplace.job(upload=upload, secure=False) as job:
         if limited:
             with memory_control_group(LIMIT_BYTES) as group:
-                measurement = Mooring(group).run(job)
+                measurement = Keepstep(group).run(job)
         else:
-            measurement = Mooring().run(job)
+            measurement = Keepstep().run(job)
     return measurement.peak_anonymous_bytes >> 20, measurement.peak_rss_bytes >> 20

@@ -5,7 +5,7 @@ from statistics import median
 from typing import Final
 
 from benchmarks.data_path.goals import Goal
-from benchmarks.data_path.mooring import Mooring
+from benchmarks.data_path.keepstep import Keepstep
 from benchmarks.data_path.workplace import Workplace
 
 MEDIAN_GOAL_MS: Final = 50
@@ -22,7 +22,7 @@ def measure_notice(workplace: Workplace, say: Callable[[str], None], rounds: int
         try:
             for _ in range(rounds):
                 with workplace.job(upload=True, secure=secure) as job:
-                    found_ms.append(Mooring().notice_seconds(job) * 1e3)
+                    found_ms.append(Keepstep().notice_seconds(job) * 1e3)
                 say(f"{what}: the ranks can know after {found_ms[-1]:.1f} ms")
         except AssertionError as failure:
             # What the other sections have measured takes hours, and is kept.

@@ -4,12 +4,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import matplotlib as mpl
-from benchmarks.data_path.comparison import LIMITS, MOORING, Result, measured
+from benchmarks.data_path.comparison import KEEPSTEP, LIMITS, Result, measured
 
 mpl.use("agg")
 from matplotlib import pyplot
 
-_COLOURS = {MOORING: "tab:blue", LIMITS: "tab:gray"}
+_COLOURS = {KEEPSTEP: "tab:blue", LIMITS: "tab:gray"}
 
 
 def plot_comparison(mode: str, results: Sequence[Result], path: Path) -> None:
@@ -42,7 +42,7 @@ def plot_series(unit: str, results: Mapping[int, Sequence[Result]], path: Path) 
     figure, axes = pyplot.subplots(figsize=(8, 4), layout="constrained")
     for name in sorted({row.tool for rows in results.values() for row in rows}):
         points = [(amount, row.cost) for amount, rows in results.items() for row in rows if row.tool == name]
-        axes.plot(*zip(*points, strict=True), marker="o", label=name, linewidth=2.5 if name == MOORING else 1.5)
+        axes.plot(*zip(*points, strict=True), marker="o", label=name, linewidth=2.5 if name == KEEPSTEP else 1.5)
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.set_xlabel(unit)

@@ -25,7 +25,7 @@ class Measurement:
     wall_seconds: float
     cpu_seconds: float
     main_thread_cpu_seconds: float
-    """What of it the first thread took: of Mooring's processes the one with the event loop."""
+    """What of it the first thread took: of Keepstep's processes the one with the event loop."""
     start_wall_seconds: float
     start_cpu_seconds: float
     peak_rss_bytes: int

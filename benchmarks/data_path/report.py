@@ -70,7 +70,7 @@ class Report:
         goals = [
             "## Goals",
             "",
-            "| figure of Mooring | goal | found | met |",
+            "| figure of Keepstep | goal | found | met |",
             "|---|---|---|---|",
             *(
                 f"| {goal.figure} | {goal.bound} | {goal.found} | {'yes' if goal.met else '**no**'} |"
@@ -85,27 +85,27 @@ class Report:
 
 _METHOD: Final = """\
 The store is a C program on the same cores over loopback; it discards uploads and is no bottleneck. It verifies
-CRC64NVME of small bodies, which is what Mooring's probe asks, and believes the checks of large ones: that costs a
+CRC64NVME of small bodies, which is what Keepstep's probe asks, and believes the checks of large ones: that costs a
 client the same. The column of checks is what it saw in the requests. Over TLS all use AES-128-GCM.
 
 CPU is user + system of the tool's process. The clock starts with its first request, and what was spent before is its
-start-up (so is what some peers read of a small file before they ask for anything). For Mooring's agent, which runs
+start-up (so is what some peers read of a small file before they ask for anything). For Keepstep's agent, which runs
 already and has committed the same files before, it starts with the announcement and ends when the checkpoint is
 committed. Else it ends with the process, after a download when the file system is synchronised. What the main thread
-takes of it is, for Mooring, what the event loop takes. Mooring's restore checks every byte by CRC64NVME; no peer
+takes of it is, for Keepstep, what the event loop takes. Keepstep's restore checks every byte by CRC64NVME; no peer
 verifies what it downloads in ranges.
 
 Tuned: parts of 32 MiB and 8 connections where a tool can be told (s5cmd, rclone: 4 files x 2), as the C limits have and
-Mooring begins with; else its defaults. boto3, aws and obstore are tuned to send a checksum instead of a signed
+Keepstep begins with; else its defaults. boto3, aws and obstore are tuned to send a checksum instead of a signed
 payload, or nothing (unchecked)."""
 
 
 _BESIDE: Final = [
     "# What moving a checkpoint costs the event loop",
     "",
-    "Made by `python -m benchmarks.data_path --only mooring --beside CHECKOUT --output benchmarks`; do not edit. This "
+    "Made by `python -m benchmarks.data_path --only keepstep --beside CHECKOUT --output benchmarks`; do not edit. This "
     "code and that of another checkout make the same transfers in the same rounds. The event loop is the main thread "
-    "of Mooring's processes; its CPU time is what the kernel's scheduler counts for that thread.",
+    "of Keepstep's processes; its CPU time is what the kernel's scheduler counts for that thread.",
 ]
 
 

@@ -1,10 +1,10 @@
-"""Cost against the number of files, and against the size: Mooring beside one peer of each kind."""
+"""Cost against the number of files, and against the size: Keepstep beside one peer of each kind."""
 
 from collections.abc import Callable, Sequence
 from typing import Final
 
 from benchmarks.data_path.comparison import Result, compare, measured, only
-from benchmarks.data_path.mooring import Mooring
+from benchmarks.data_path.keepstep import Keepstep
 from benchmarks.data_path.tools import peers
 from benchmarks.data_path.workplace import open_workplace
 
@@ -28,4 +28,4 @@ def by_size(rounds: int, say: Callable[[str], None], sizes_mib: Sequence[int] = 
 def _measure(sizes: dict[str, int], rounds: int, say: Callable[[str], None]) -> list[Result]:
     with open_workplace(sizes) as place:
         rivals = [tool for tool in only(peers(), RIVALS) if not tool.name.endswith("unchecked")]
-        return measured(compare(place, [Mooring(), *rivals], mode="upload-http", rounds=rounds, say=say))
+        return measured(compare(place, [Keepstep(), *rivals], mode="upload-http", rounds=rounds, say=say))

@@ -4,7 +4,7 @@
  *
  * Listens on two free ports of loopback, http and (with a certificate) TLS, and prints them; ends when its input does.
  * One thread per connection.
- * Bodies of uploads are discarded where they arrive (MSG_TRUNC), except in the bucket "keep" and below ".mooring/" (but
+ * Bodies of uploads are discarded where they arrive (MSG_TRUNC), except in the bucket "keep" and below ".keepstep/" (but
  * for packs, which are files' bytes like others): those become files in SPOOL, to be read back. The files in ROOT are
  * the objects bench/src/<name>.
  * Answers are sent by sendfile, over TLS by SSL_write.
@@ -509,7 +509,7 @@ enum taken { TAKEN, WRONG_CHECKSUM, BROKEN };
 
 /* The body of an upload becomes a segment. */
 static enum taken take_body(struct connection *connection, const struct request *request, struct segment *segment) {
-    int is_ours = strstr(request->key, "/.mooring/") && !strstr(request->key, "/.mooring/pack-");
+    int is_ours = strstr(request->key, "/.keepstep/") && !strstr(request->key, "/.keepstep/pack-");
     int keeps = !strncmp(request->key, "keep/", 5) || is_ours;
     int file = -1;
     char path[512], whole[CHECKED_BYTES], line[256];

@@ -18,7 +18,7 @@ from tests.servers.server import ENVIRONMENT
 MIB: Final = 1 << 20
 PART_BYTES: Final = 32 * MIB
 CONNECTIONS: Final = 8
-"""What every tuned tool gets, if it can be told; Mooring's own defaults."""
+"""What every tuned tool gets, if it can be told; Keepstep's own defaults."""
 TIMEOUT_SECONDS: Final = 300.0
 
 

@@ -42,7 +42,7 @@ class Workplace:
 @contextmanager
 def open_workplace(sizes: Mapping[str, int]) -> Iterator[Workplace]:
     """`sizes` of the source files by name; they are in the page cache and on disk when it is entered."""
-    with tempfile.TemporaryDirectory(prefix="mooring-data-path-") as name:
+    with tempfile.TemporaryDirectory(prefix="keepstep-data-path-") as name:
         directory = Path(name)
         sources = write_checkpoint(directory / "sources", sizes)
         synchronise(directory)

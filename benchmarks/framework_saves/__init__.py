@@ -1,1 +1,1 @@
-"""How long frameworks wait for a save of 1 GiB, with and without Mooring."""
+"""How long frameworks wait for a save of 1 GiB, with and without Keepstep."""

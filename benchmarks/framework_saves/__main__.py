@@ -1,4 +1,4 @@
-"""How long training in five frameworks waits for a save of 1 GiB, alone and with Mooring, and what else it costs.
+"""How long training in five frameworks waits for a save of 1 GiB, alone and with Keepstep, and what else it costs.
 
     python -m benchmarks.framework_saves [--rounds 1] [--framework NAME …]
 
@@ -16,12 +16,12 @@ import tempfile
 from typing import Any, Final
 
 from benchmarks.framework_saves.program import FRAMEWORKS
-from benchmarks.framework_saves.report import ALONE, MOORING, SAVE_EVERY, Runs, missed, plot, report
+from benchmarks.framework_saves.report import ALONE, KEEPSTEP, SAVE_EVERY, Runs, missed, plot, report
 from tests.servers.process import free_port
 
-from mooring_api import names
+from keepstep_api import names
 
-_STEPS: Final = {(1, ALONE): 45, (1, MOORING): 125, (2, ALONE): 45, (2, MOORING): 45}
+_STEPS: Final = {(1, ALONE): 45, (1, KEEPSTEP): 125, (2, ALONE): 45, (2, KEEPSTEP): 45}
 """By how many ranks and which way."""
 
 
@@ -45,7 +45,7 @@ def main() -> int:
 def _trained(framework: str, way: str, steps: int, *, ranks: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="framework-saves-") as folder:
         port = free_port()
-        arguments = [framework, folder, str(steps), str(SAVE_EVERY), *(["--mooring"] if way == MOORING else [])]
+        arguments = [framework, folder, str(steps), str(SAVE_EVERY), *(["--keepstep"] if way == KEEPSTEP else [])]
         processes = []
         for rank in range(ranks):
             environment = {

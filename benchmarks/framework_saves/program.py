@@ -1,6 +1,6 @@
 """A training of 1 GiB of state in one framework, which prints as JSON how long each step and each save held it up.
 
-    program.py FRAMEWORK DIRECTORY STEPS SAVE_EVERY [--mooring]
+    program.py FRAMEWORK DIRECTORY STEPS SAVE_EVERY [--keepstep]
 
 The frameworks get the same model and the same steps, TRL a language model of the same size. A save is what the
 framework's own method for it takes. With more ranks, rank 0 prints.
@@ -63,7 +63,7 @@ class Clock:
         return timed
 
     def stepped(self) -> None:
-        from mooring.asynchronous_saves import path_guard
+        from keepstep.asynchronous_saves import path_guard
 
         self.steps.append(time.perf_counter())
         # What is not in place yet is held up.
@@ -222,10 +222,10 @@ def accelerate(options: argparse.Namespace, clock: Clock) -> None:
 
 
 def _protect(trainer: Any, options: argparse.Namespace) -> None:
-    if options.mooring:
-        import mooring
+    if options.keepstep:
+        import keepstep
 
-        mooring.protect(trainer)
+        keepstep.protect(trainer)
 
 
 def main() -> None:
@@ -234,7 +234,7 @@ def main() -> None:
     parser.add_argument("directory", type=Path)
     parser.add_argument("steps", type=int)
     parser.add_argument("save_every", type=int)
-    parser.add_argument("--mooring", action="store_true")
+    parser.add_argument("--keepstep", action="store_true")
     options = parser.parse_args()
     torch.manual_seed(7)
     clock = Clock()

@@ -12,7 +12,7 @@ mpl.use("agg")
 from matplotlib import pyplot
 
 ALONE: Final = "alone"
-MOORING: Final = "mooring"
+KEEPSTEP: Final = "keepstep"
 SAVE_EVERY: Final = 20
 Runs: TypeAlias = dict[tuple[str, int, str], list[dict[str, Any]]]
 """(framework, ranks, way) -> what `program.py` printed, by round."""
@@ -30,10 +30,10 @@ _PLOT: Final = _REPORT.with_name("framework_saves.png")
 _HEAD: Final = """# What a save costs in a framework
 
 `python -m benchmarks.framework_saves`: 1 GiB of weights and moments, a save every {save_every} steps, on two cores,
-without an agent. "Alone" is the framework as it is, for 45 steps; "Mooring" has 125 steps, and 45 with two ranks.
+without an agent. "Alone" is the framework as it is, for 45 steps; "Keepstep" has 125 steps, and 45 with two ranks.
 Rounds in which the ways take turns: {rounds}; numbers are medians.
 
-![Steps of each framework, alone and with Mooring](framework_saves.png)
+![Steps of each framework, alone and with Keepstep](framework_saves.png)
 
 "In flight": a step while a checkpoint is written, compared with the other steps of the same run. "Training": the time
 from the third step to the end of the run, when all is written, compared with what it would be if each step took as
@@ -41,7 +41,7 @@ long as the median of those beside saves. Runs are not compared with each other 
 training differ by a fifth on such a machine. The memory for the copy is made in the second step, which is "once".
 "Peak": how much more memory the process had at its peak than alone.
 
-| framework | ranks | first save, alone | Mooring | | later, alone | Mooring | | in flight | training | once | peak |
+| framework | ranks | first save, alone | Keepstep | | later, alone | Keepstep | | in flight | training | once | peak |
 |---|---|---|---|---|---|---|---|---|---|---|---|
 """
 
@@ -77,7 +77,7 @@ def plot(runs: Runs) -> None:
         len(frameworks), 1, figsize=(9, 1.8 * len(frameworks)), layout="constrained", sharex=True, squeeze=False
     )
     for framework, (axes,) in zip(frameworks, all_axes, strict=True):
-        for way, color in ((ALONE, "tab:red"), (MOORING, "tab:blue")):
+        for way, color in ((ALONE, "tab:red"), (KEEPSTEP, "tab:blue")):
             seconds = _steps(runs[framework, 1, way][0])[:45]
             axes.plot(range(2, len(seconds) + 2), seconds, label=way, color=color, linewidth=1.2)
         axes.set_title(framework, loc="left", fontsize=10)
@@ -96,9 +96,11 @@ def _row(framework: str, ranks: int, runs: Runs) -> str:
         cells += [f"{theirs:.2f} s", f"{ours:.2f} s", f"{ratio:.2f} x"]
     cells.append(f"{_in_flight(runs, framework, ranks):.2f} x")
     cells.append(f"{_training(runs, framework, ranks):.2f} x")
-    once = statistics.median(_steps(run)[0] - statistics.median(_steps(run)) for run in runs[framework, ranks, MOORING])
+    once = statistics.median(
+        _steps(run)[0] - statistics.median(_steps(run)) for run in runs[framework, ranks, KEEPSTEP]
+    )
     cells.append(f"{once:.1f} s")
-    peaks = [statistics.median(run["peak_bytes"] for run in runs[framework, ranks, way]) for way in (MOORING, ALONE)]
+    peaks = [statistics.median(run["peak_bytes"] for run in runs[framework, ranks, way]) for way in (KEEPSTEP, ALONE)]
     cells.append(f"{(peaks[0] - peaks[1]) / 2**30:.1f} GiB")
     return f"| {' | '.join(cells)} |"
 
@@ -108,12 +110,12 @@ def _trained(runs: Mapping[tuple[str, int, str], object]) -> Iterator[tuple[str,
 
 
 def _stall(runs: Runs, framework: str, ranks: int, which: int) -> tuple[float, float, float]:
-    """Seconds of the first save, or of the later ones, alone and with Mooring, and the ratio."""
+    """Seconds of the first save, or of the later ones, alone and with Keepstep, and the ratio."""
     # The end of the training is no periodic save.
     some = slice(0, 1) if which == 0 else slice(1, 2)
     theirs, ours = (
         statistics.median(seconds for run in runs[framework, ranks, way] for seconds in run["saves"][some])
-        for way in (ALONE, MOORING)
+        for way in (ALONE, KEEPSTEP)
     )
     return theirs, ours, ours / theirs
 
@@ -121,7 +123,7 @@ def _stall(runs: Runs, framework: str, ranks: int, which: int) -> tuple[float, f
 def _in_flight(runs: Runs, framework: str, ranks: int) -> float:
     """How much longer steps are while a checkpoint is written, on average."""
     ratios = []
-    for run in runs[framework, ranks, MOORING]:
+    for run in runs[framework, ranks, KEEPSTEP]:
         during = _steps_where(run, (True, True))
         ratios.append(statistics.mean(during) / _beside_saves(run) if during else 1.0)
     return statistics.median(ratios)
@@ -130,7 +132,7 @@ def _in_flight(runs: Runs, framework: str, ranks: int) -> float:
 def _training(runs: Runs, framework: str, ranks: int) -> float:
     """How much longer it takes with saves."""
     ratios = []
-    for run in runs[framework, ranks, MOORING]:
+    for run in runs[framework, ranks, KEEPSTEP]:
         seconds: float = run["seconds"] - sum(_steps(run)[:_FIRST_STEPS])
         ratios.append(seconds / (len(run["steps"]) - 1 - _FIRST_STEPS) / _beside_saves(run))
     return statistics.median(ratios)

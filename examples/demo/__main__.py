@@ -6,7 +6,7 @@ import sys
 
 from examples.demo.story import run_demo
 
-from mooring_agent.cli.formatting import errors_reported
+from keepstep_agent.cli.formatting import errors_reported
 
 
 def main() -> None:

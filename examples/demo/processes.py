@@ -16,7 +16,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Final
 
-from mooring_agent.core.errors import ErrorKind, MooringError
+from keepstep_agent.core.errors import ErrorKind, KeepstepError
 
 _START_SECONDS: Final = 60.0
 _END_SECONDS: Final = 15.0
@@ -110,7 +110,7 @@ def child(
 
 @contextmanager
 def s3_server(directory: Path, *, log: Path, access_key: str, secret_key: str, limit_seconds: float) -> Iterator[str]:
-    """Run an S3 server on loopback; its buckets are the folders of `directory`. Yields its URL. Raises MooringError."""
+    """Run an S3 server on loopback, one bucket per folder of `directory`. Yields its URL. Raises KeepstepError."""
     program = find_rclone()
     assert program is not None, "looked for before"
     command = [program, "serve", "s3", "--config", os.devnull, "--addr", "127.0.0.1:0"]
@@ -121,7 +121,7 @@ def s3_server(directory: Path, *, log: Path, access_key: str, secret_key: str, l
 
 def environment_for(folder: Path, url: str, access_key: str, secret_key: str) -> dict[str, str]:
     """Return an environment with these keys for that server, and without the user's own settings and accounts."""
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("AWS_", "MOORING_"))}
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("AWS_", "KEEPSTEP_"))}
     return {
         **inherited,
         # torch leaves a cache behind, which goes away with the folder.
@@ -131,18 +131,18 @@ def environment_for(folder: Path, url: str, access_key: str, secret_key: str) ->
         "AWS_CONFIG_FILE": os.devnull,
         "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
         "AWS_EC2_METADATA_DISABLED": "true",
-        "MOORING_S3_ENDPOINT_URL": url,
+        "KEEPSTEP_S3_ENDPOINT_URL": url,
     }
 
 
 def _wait_for_url(server: Child, log: Path) -> str:
-    """Return the URL that the server logs, because the system chose the port. Raises MooringError."""
+    """Return the URL that the server logs, because the system chose the port. Raises KeepstepError."""
     deadline = time.monotonic() + _START_SECONDS
     while time.monotonic() < deadline and server.running():
         if found := re.search(r"http://127\.0\.0\.1:\d+", log.read_text(errors="replace")):
             return found[0]
         time.sleep(_POLL_SECONDS)
-    raise MooringError(
+    raise KeepstepError(
         ErrorKind.UNREACHABLE,
         f"the S3 server did not start: {log.read_text(errors='replace').strip()[-300:]}",
         hint="does `rclone serve s3` work on this machine? rclone 1.65 or newer is needed",
@@ -190,7 +190,7 @@ def read_along(program: Child, on_step: Callable[[int, float], None]) -> Trainin
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogLine:
-    """One event of Mooring's log; `at` is Unix time in seconds."""
+    """One event of Keepstep's log; `at` is Unix time in seconds."""
 
     event: str
     at: float
@@ -208,5 +208,5 @@ def _parse(lines: Iterable[str]) -> Iterable[LogLine]:
             at = datetime.fromisoformat(said["timestamp"]).timestamp()
             yield LogLine(event=said["event"], at=at, fields=said)
         except (ValueError, KeyError, TypeError):
-            # Not a line of Mooring's: the program writes to the same file.
+            # Not a line of Keepstep's: the program writes to the same file.
             continue

@@ -27,18 +27,18 @@ from examples.demo.processes import (
 )
 from examples.demo.timeline import Timeline
 
-from mooring_agent.core.errors import ErrorKind, MooringError
-from mooring_api.names import JUST_IN_TIME_EXIT_CODE
+from keepstep_agent.core.errors import ErrorKind, KeepstepError
+from keepstep_api.names import JUST_IN_TIME_EXIT_CODE
 
 _STEPS: Final = 100
 _SAVE_EVERY: Final = 20
 _INTERRUPT_AFTER_STEP: Final = 46
 """Not close to the periodic saves before and after it."""
-_BUCKET: Final = "mooring-demo"
+_BUCKET: Final = "keepstep-demo"
 _DESTINATION: Final = f"s3://{_BUCKET}/runs/first"
 _LIMIT_SECONDS: Final = 600.0
 _PROGRAM: Final = Path(__file__).with_name("train.py")
-_PACKAGES: Final = ("mooring", "mooring_agent", "mooring_api")
+_PACKAGES: Final = ("keepstep", "keepstep_agent", "keepstep_api")
 
 
 class ClaimError(Exception):
@@ -68,11 +68,11 @@ class _Stage:
 def run_demo(*, keep: bool) -> int:
     """Run the demo. Returns 0 if every claim held, else 1.
 
-    On success its folder is removed, unless `keep`. Raises MooringError if the demo cannot start.
+    On success its folder is removed, unless `keep`. Raises KeepstepError if the demo cannot start.
     """
     _check_packages()
     timeline = Timeline()
-    folder = Path(tempfile.mkdtemp(prefix="mooring-demo-"))
+    folder = Path(tempfile.mkdtemp(prefix="keepstep-demo-"))
     timeline.plain("A training job is preempted and loses its disk. Is anything of its work lost?", style="bold")
     try:
         with timeline.going_on():
@@ -99,7 +99,7 @@ def _check_packages() -> None:
     if find_rclone() is None:
         missing.append("rclone")
     if missing:
-        raise MooringError(
+        raise KeepstepError(
             ErrorKind.BAD_CONFIGURATION,
             f"the demo trains a real model and serves a real bucket, and needs {' and '.join(missing)}",
             hint="start it by `make demo`, which installs them",
@@ -120,18 +120,18 @@ def _play(folder: Path, timeline: Timeline) -> list[str]:
         characters = _write_text(stage.text)
         timeline.heading("The expected result")
         undisturbed = _train_undisturbed(stage, characters)
-        timeline.heading("The same training under `mooring run`, and a preemption")
+        timeline.heading("The same training under `keepstep run`, and a preemption")
         interrupted = _train_until_preempted(stage)
         timeline.heading("A new machine")
         resumed = _train_on(stage, interrupted.last_step)
         verified = _verify(stage)
-        timeline.say(f"`mooring verify`: read {verified} checkpoints back, every byte is as it was written")
+        timeline.say(f"`keepstep verify`: read {verified} checkpoints back, every byte is as it was written")
         identical = _compare(undisturbed, interrupted, resumed)
     step = interrupted.last_step
     return [
         f"the just-in-time save is of step {step}, the very step at which the run stopped",
-        "it was committed in the bucket before `mooring run` ended",
-        f"`mooring run` gave the program's exit code, {JUST_IN_TIME_EXIT_CODE}: terminated, not done",
+        "it was committed in the bucket before `keepstep run` ended",
+        f"`keepstep run` gave the program's exit code, {JUST_IN_TIME_EXIT_CODE}: terminated, not done",
         f"with nothing but the bucket left, training went on from step {step}",
         f"all {identical} losses and the final weights are bit-identical to the undisturbed run's",
         f"all {verified} checkpoints in the bucket are intact",
@@ -155,7 +155,7 @@ def _write_text(path: Path) -> int:
 
 def _train_undisturbed(stage: _Stage, characters: int) -> TrainingRun:
     stage.timeline.say(f"{_STEPS} steps of a small transformer on {characters:,} characters of source text")
-    stage.timeline.say("without Mooring, and nobody disturbs it")
+    stage.timeline.say("without Keepstep, and nobody disturbs it")
     program = child(
         [*_trainer(stage), "--plain"],
         log=stage.log("undisturbed"),
@@ -172,7 +172,7 @@ def _train_undisturbed(stage: _Stage, characters: int) -> TrainingRun:
 def _train_until_preempted(stage: _Stage) -> TrainingRun:
     stage.timeline.say(f"saves every {_SAVE_EVERY} steps; the agent beside it uploads each save")
     show = _shower(stage.timeline)
-    with _mooring_run(stage, "preempted") as running:
+    with _keepstep_run(stage, "preempted") as running:
 
         def on_step(step: int, loss: float) -> None:
             show(step, loss)
@@ -182,19 +182,19 @@ def _train_until_preempted(stage: _Stage) -> TrainingRun:
 
         trained = read_along(running, on_step)
     _claim(bool(trained.losses), f"the training begins ({stage.log('preempted')} says why not)")
-    # `mooring run` has ended, so what is in the bucket was there before its end.
-    committed = _mooring(stage, "ls", _DESTINATION)["checkpoints"]
+    # `keepstep run` has ended, so what is in the bucket was there before its end.
+    committed = _keepstep(stage, "ls", _DESTINATION)["checkpoints"]
     lines = read_log(stage.log("preempted"))
     step = trained.last_step
     _claim(
         any(row["kind"] == "just-in-time" and row["step"] == step for row in committed),
-        f"the just-in-time save of step {step}, the last one trained, is committed when `mooring run` ends",
+        f"the just-in-time save of step {step}, the last one trained, is committed when `keepstep run` ends",
     )
     _tell_preemption(stage.timeline, lines, step)
-    stage.timeline.say(f"`mooring run` has drained and ended with exit code {trained.exit_code}", at=lines[-1].at)
+    stage.timeline.say(f"`keepstep run` has drained and ended with exit code {trained.exit_code}", at=lines[-1].at)
     _claim(
         trained.exit_code == JUST_IN_TIME_EXIT_CODE,
-        f"`mooring run` exits with {JUST_IN_TIME_EXIT_CODE} (it was {trained.exit_code})",
+        f"`keepstep run` exits with {JUST_IN_TIME_EXIT_CODE} (it was {trained.exit_code})",
     )
     return trained
 
@@ -214,13 +214,13 @@ def _logged(lines: list[LogLine], event: str, **fields: object) -> LogLine:
     for line in lines:
         if line.event == event and fields.items() <= line.fields.items():
             return line
-    raise ClaimError(f"Mooring's log tells of {event} {fields or ''}")
+    raise ClaimError(f"Keepstep's log tells of {event} {fields or ''}")
 
 
 def _train_on(stage: _Stage, step: int) -> TrainingRun:
     shutil.rmtree(stage.volume)
     stage.timeline.say("the local disk is gone: deleted the volume with all it held", style="yellow")
-    with _mooring_run(stage, "resumed") as running:
+    with _keepstep_run(stage, "resumed") as running:
         trained = read_along(running, _shower(stage.timeline))
     _claim(trained.begun == step, f"training goes on from step {step} (it went on from {trained.begun})")
     restored = _logged(read_log(stage.log("resumed")), "restore.done")
@@ -247,7 +247,7 @@ def _compare(undisturbed: TrainingRun, interrupted: TrainingRun, resumed: Traini
 
 def _verify(stage: _Stage) -> int:
     """Verify all checkpoints in the bucket, and return how many there are. Raises ClaimError if one is damaged."""
-    checkpoints = _mooring(stage, "verify", _DESTINATION, "--all")["checkpoints"]
+    checkpoints = _keepstep(stage, "verify", _DESTINATION, "--all")["checkpoints"]
     for checkpoint in checkpoints:
         _claim(not checkpoint["problems"], f"step {checkpoint['step']} is intact ({checkpoint['problems']})")
     return len(checkpoints)
@@ -257,17 +257,17 @@ def _trainer(stage: _Stage) -> list[str]:
     return [sys.executable, str(_PROGRAM), "--text", str(stage.text), "--steps", str(_STEPS)]
 
 
-def _mooring_run(stage: _Stage, name: str) -> Any:
-    command = [sys.executable, "-m", "mooring_agent", "run", "--to", _DESTINATION, "--volume", str(stage.volume)]
+def _keepstep_run(stage: _Stage, name: str) -> Any:
+    command = [sys.executable, "-m", "keepstep_agent", "run", "--to", _DESTINATION, "--volume", str(stage.volume)]
     command += ["--log-format", "json", "--", *_trainer(stage), "--save-every", str(_SAVE_EVERY)]
     return child(command, log=stage.log(name), environment=stage.environment, limit_seconds=_LIMIT_SECONDS)
 
 
-def _mooring(stage: _Stage, *arguments: str) -> Any:
+def _keepstep(stage: _Stage, *arguments: str) -> Any:
     """Return a command's JSON output, whatever its exit code. Raises ClaimError if it printed none."""
     with stage.log(arguments[0]).open("ab") as log:
         done = subprocess.run(
-            [sys.executable, "-m", "mooring_agent", *arguments, "--json"],
+            [sys.executable, "-m", "keepstep_agent", *arguments, "--json"],
             stdout=subprocess.PIPE,
             stderr=log,
             env=stage.environment,
@@ -277,7 +277,7 @@ def _mooring(stage: _Stage, *arguments: str) -> Any:
     try:
         return json.loads(done.stdout)
     except ValueError:
-        raise ClaimError(f"`mooring {arguments[0]}` answers (exit code {done.returncode})") from None
+        raise ClaimError(f"`keepstep {arguments[0]}` answers (exit code {done.returncode})") from None
 
 
 def _shower(timeline: Timeline) -> Callable[[int, float], None]:

@@ -1,6 +1,6 @@
 """The training program of the demo: a small character-level transformer, bit-identical in every run.
 
-It prints one JSON object per line for the demo to read. With --plain it trains without Mooring and saves nothing.
+It prints one JSON object per line for the demo to read. With --plain it trains without Keepstep and saves nothing.
 """
 
 import argparse
@@ -12,7 +12,7 @@ from typing import Final
 import torch
 from torch import nn
 
-import mooring
+import keepstep
 
 _CONTEXT: Final = 96
 _BATCH: Final = 8
@@ -99,7 +99,7 @@ def main() -> None:
     parser.add_argument("--text", type=Path, required=True, help="what to learn")
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--save-every", type=int, default=0, help="steps")
-    parser.add_argument("--plain", action="store_true", help="without Mooring: save nothing, resume nothing")
+    parser.add_argument("--plain", action="store_true", help="without Keepstep: save nothing, resume nothing")
     arguments = parser.parse_args()
     # With one thread, sums are always added in the same order.
     torch.set_num_threads(1)
@@ -118,7 +118,7 @@ def _train_plainly(training: Training, steps: int) -> None:
 
 
 def _train_safely(training: Training, steps: int, save_every: int) -> None:
-    checkpointer = mooring.Checkpointer()
+    checkpointer = keepstep.Checkpointer()
     if (path := checkpointer.resume()) is not None:
         training.load(path / _STATE_FILE)
     _print_fact(begun=training.step)
@@ -126,7 +126,7 @@ def _train_safely(training: Training, steps: int, save_every: int) -> None:
         _tell_loss(training, training.train_one_step())
         last = training.step == steps
         if last or checkpointer.should_save(training.step, every=save_every):
-            with checkpointer.save(training.step, kind=mooring.Kind.FINAL if last else None) as directory:
+            with checkpointer.save(training.step, kind=keepstep.Kind.FINAL if last else None) as directory:
                 training.save(directory / _STATE_FILE)
     checkpointer.finish()
 

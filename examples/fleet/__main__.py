@@ -6,7 +6,7 @@ import sys
 
 from examples.fleet.fleet import show_fleet
 
-from mooring_agent.cli.formatting import errors_reported
+from keepstep_agent.cli.formatting import errors_reported
 
 _MOST_MINUTES = 600
 

@@ -1,6 +1,6 @@
 """Plays the twelve stories at once on one machine, with a real S3 server, until somebody has seen enough.
 
-Every run is an ordinary program under `mooring run`. Each start gets an empty volume, as on a new machine. Ending the
+Every run is an ordinary program under `keepstep run`. Each start gets an empty volume, as on a new machine. Ending the
 fleet ends all its processes: what is still training is told to end, and saves just in time.
 """
 
@@ -22,9 +22,9 @@ from examples.demo.processes import Child, child, environment_for, find_rclone, 
 from examples.demo.timeline import Timeline
 from examples.fleet.stories import STORIES, End, Start, Story
 
-from mooring_agent.core.errors import ErrorKind, MooringError
+from keepstep_agent.core.errors import ErrorKind, KeepstepError
 
-_BUCKET: Final = "mooring-fleet"
+_BUCKET: Final = "keepstep-fleet"
 _DESTINATION: Final = f"s3://{_BUCKET}/teams"
 _PROGRAM: Final = Path(__file__).with_name("train.py")
 _ACCESS_KEY: Final = "fleet"
@@ -41,15 +41,15 @@ _NAME_WIDTH: Final = max(len(story.name) for story in STORIES)
 def show_fleet(*, limit_seconds: float, keep: bool) -> None:
     """Play all stories. Return after Ctrl-C or when the time is up, and everything has ended.
 
-    The folder is removed, unless `keep`. Raises MooringError if the fleet cannot start.
+    The folder is removed, unless `keep`. Raises KeepstepError if the fleet cannot start.
     """
     if find_rclone() is None:
-        raise MooringError(
+        raise KeepstepError(
             ErrorKind.BAD_CONFIGURATION,
             "the fleet serves a real bucket, and needs rclone",
             hint="start it by `make fleet`, which installs it",
         )
-    folder = Path(tempfile.mkdtemp(prefix="mooring-fleet-"))
+    folder = Path(tempfile.mkdtemp(prefix="keepstep-fleet-"))
     timeline = Timeline()
     try:
         (folder / "bucket" / _BUCKET).mkdir(parents=True)
@@ -88,16 +88,16 @@ class _Fleet:
 
     @contextmanager
     def console(self) -> Iterator[str]:
-        """Run the console. Yields the address of its pages. Raises MooringError if it does not start."""
+        """Run the console. Yields the address of its pages. Raises KeepstepError if it does not start."""
         log = self._folder / "console.log"
-        command = [sys.executable, "-m", "mooring_agent", "console", _DESTINATION, "--address", "127.0.0.1:0"]
+        command = [sys.executable, "-m", "keepstep_agent", "console", _DESTINATION, "--address", "127.0.0.1:0"]
         command += ["--refresh-every", f"{_REFRESH_SECONDS}s", "--abandoned-after", f"{_ABANDONED_AFTER_SECONDS}s"]
         limit_seconds = self._limit_seconds + 2 * _ENDING_SECONDS
         with child(command, log=log, environment=self._environment, limit_seconds=limit_seconds) as program:
             for line in program.lines():
                 yield line.strip()
                 return
-            raise MooringError(
+            raise KeepstepError(
                 ErrorKind.UNREACHABLE,
                 f"the console did not start: {log.read_text(errors='replace').strip()[-300:]}",
                 hint="start it by `make fleet`, which installs what it needs",
@@ -105,13 +105,13 @@ class _Fleet:
 
     def introduce(self, pages: str) -> None:
         """Say where the runs are, and how to look at them with other commands."""
-        names = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "MOORING_S3_ENDPOINT_URL")
+        names = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "KEEPSTEP_S3_ENDPOINT_URL")
         exports = [f"export {name}={shlex.quote(self._environment[name])}\n" for name in names]
         (self._folder / "environment").write_text("".join(exports))
-        mooring = f"{sys.executable} -m mooring_agent"
+        keepstep = f"{sys.executable} -m keepstep_agent"
         self._timeline.say(f"{len(STORIES)} runs begin below {_DESTINATION}; this page shows them:")
         self._timeline.plain(f"  {pages}", style="bold")
-        self._timeline.plain(f"  in another shell:  . {self._folder}/environment; {mooring} report {_DESTINATION}")
+        self._timeline.plain(f"  in another shell:  . {self._folder}/environment; {keepstep} report {_DESTINATION}")
 
     def play(self) -> None:
         """Play all stories until the time is up. Raises what went wrong with one of them."""
@@ -190,13 +190,13 @@ class _Fleet:
 
 
 def _command(story: Story, start: Start, machine: Path) -> list[str]:
-    command = [sys.executable, "-m", "mooring_agent", "run", "--to", f"{_DESTINATION}/{story.name}"]
+    command = [sys.executable, "-m", "keepstep_agent", "run", "--to", f"{_DESTINATION}/{story.name}"]
     command += ["--volume", str(machine / "volume"), "--log-format", "json", *story.options]
     program = [sys.executable, str(_PROGRAM), "--steps", str(story.steps), "--save-every", str(story.save_every)]
     program += ["--step-seconds", str(story.step_seconds), "--state-kib", str(story.state_kib)]
     if start.end is End.ERROR:
         program += ["--fail-after", str(start.step)]
-    if not story.knows_mooring:
+    if not story.knows_keepstep:
         output = machine / "output"
         command += ["--watch", str(output)]
         program += ["--output", str(output)]

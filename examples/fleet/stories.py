@@ -34,7 +34,7 @@ class Start:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Story:
-    """One run. `knows_mooring` is false for a program that only writes files into a directory."""
+    """One run. `knows_keepstep` is false for a program that only writes files into a directory."""
 
     name: str
     starts: tuple[Start, ...]
@@ -43,7 +43,7 @@ class Story:
     step_seconds: float = 0.05
     state_kib: int = 64
     options: tuple[str, ...] = ()
-    knows_mooring: bool = True
+    knows_keepstep: bool = True
 
 
 def _starts(*ends: tuple[End, int] | End) -> tuple[Start, ...]:
@@ -81,7 +81,7 @@ STORIES: Final = (
     ),
     Story(name="speech/wrong-path", starts=_starts((End.ERROR, 2))),
     Story(name="speech/bad-machine", starts=_starts((End.POWER, 14), (End.POWER, 26), (End.POWER, 38), End.DONE)),
-    Story(name="speech/unchanged-program", starts=_starts((End.POWER, 31), End.DONE), knows_mooring=False),
+    Story(name="speech/unchanged-program", starts=_starts((End.POWER, 31), End.DONE), knows_keepstep=False),
     Story(name="robots/grasping", starts=_starts((End.NOTICE, 12), (End.NOTICE, 31), End.DONE), state_kib=128),
     Story(
         name="robots/walking",

@@ -1,6 +1,6 @@
 """The training program of the fleet: fits a line by gradient descent, in Python alone.
 
-It prints one JSON object for each step. With --output it knows nothing of Mooring, and writes its checkpoints there.
+It prints one JSON object for each step. With --output it knows nothing of Keepstep, and writes its checkpoints there.
 """
 
 import argparse
@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Final
 
-import mooring
+import keepstep
 
 _BATCH: Final = 32
 _RATE: Final = 0.02
@@ -60,7 +60,7 @@ def main() -> None:
     parser.add_argument("--step-seconds", type=float, default=0.0, help="how long a step takes")
     parser.add_argument("--state-kib", type=int, default=0, help="how large a checkpoint is")
     parser.add_argument("--fail-after", type=int, default=0, help="the step after which the program fails")
-    parser.add_argument("--output", type=Path, help="save there, without Mooring")
+    parser.add_argument("--output", type=Path, help="save there, without Keepstep")
     arguments = parser.parse_args()
     training = Training(arguments.state_kib)
     if arguments.output:
@@ -70,14 +70,14 @@ def main() -> None:
 
 
 def _train_safely(training: Training, arguments: argparse.Namespace) -> None:
-    checkpointer = mooring.Checkpointer()
+    checkpointer = keepstep.Checkpointer()
     if (path := checkpointer.resume()) is not None:
         training.load(path)
     while training.step < arguments.steps and not checkpointer.stopping:
         _train_one_step(training, arguments)
         last = training.step == arguments.steps
         if last or checkpointer.should_save(training.step, every=arguments.save_every):
-            kind = mooring.Kind.FINAL if last else None
+            kind = keepstep.Kind.FINAL if last else None
             with checkpointer.save(training.step, kind=kind, units={"samples": training.step * _BATCH}) as directory:
                 training.save(directory)
     checkpointer.finish()

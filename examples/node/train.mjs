@@ -1,6 +1,6 @@
-// A training loop in Node.js whose work survives its machine. All it knows of Mooring is agent.proto.
+// A training loop in Node.js whose work survives its machine. All it knows of Keepstep is agent.proto.
 //
-//   mooring run --to s3://bucket/runs/demo -- node examples/node/train.mjs
+//   keepstep run --to s3://bucket/runs/demo -- node examples/node/train.mjs
 //
 // Without an agent it trains all the same and saves on the local disk.
 
@@ -15,7 +15,7 @@ import protoLoader from "@grpc/proto-loader";
 import protobuf from "protobufjs";
 
 // In a project of your own: a copy of agent.proto beside this file.
-const PROTO = fileURLToPath(new URL("../../proto/mooring_api/v1/agent.proto", import.meta.url));
+const PROTO = fileURLToPath(new URL("../../proto/keepstep_api/v1/agent.proto", import.meta.url));
 const CALL_SECONDS = 8;
 const ANNOUNCE_SECONDS = 60; // It makes the files durable, which a busy disk may take its time for.
 const COMMIT_SECONDS = 600;
@@ -29,10 +29,10 @@ const { values: options } = parseArgs({
 const STEPS = Number(options.steps);
 const SAVE_EVERY = Number(options["save-every"]); // 0: never by itself.
 
-// `mooring run` and the Kubernetes injection set these; the defaults are those of `mooring run`.
-const VOLUME = path.resolve(process.env.MOORING_VOLUME || "mooring");
-const SOCKET = path.resolve(process.env.MOORING_SOCKET || path.join(VOLUME, ".mooring", "agent.sock"));
-const CHECKPOINTS = path.resolve(process.env.MOORING_CHECKPOINT_DIRECTORY || path.join(VOLUME, "checkpoints"));
+// `keepstep run` and the Kubernetes injection set these; the defaults are those of `keepstep run`.
+const VOLUME = path.resolve(process.env.KEEPSTEP_VOLUME || "keepstep");
+const SOCKET = path.resolve(process.env.KEEPSTEP_SOCKET || path.join(VOLUME, ".keepstep", "agent.sock"));
+const CHECKPOINTS = path.resolve(process.env.KEEPSTEP_CHECKPOINT_DIRECTORY || path.join(VOLUME, "checkpoints"));
 
 /** One line per event. */
 function say(event, fields = {}) {
@@ -68,12 +68,12 @@ class Agent {
   constructor() {
     if (Buffer.byteLength(SOCKET) > SOCKET_PATH_LIMIT_BYTES) {
       const message = `the socket's path is longer than ${SOCKET_PATH_LIMIT_BYTES} bytes: ${SOCKET}`;
-      say("error", { message, hint: "set MOORING_SOCKET to a shorter path, for the agent too" });
+      say("error", { message, hint: "set KEEPSTEP_SOCKET to a shorter path, for the agent too" });
       process.exit(2);
     }
     const definition = protoLoader.loadSync(PROTO, { keepCase: true, longs: Number, enums: String, defaults: true });
-    const { mooring } = grpc.loadPackageDefinition(definition);
-    this.#client = new mooring.v1.Agent(`unix:${SOCKET}`, grpc.credentials.createInsecure(), {
+    const { keepstep } = grpc.loadPackageDefinition(definition);
+    this.#client = new keepstep.v1.Agent(`unix:${SOCKET}`, grpc.credentials.createInsecure(), {
       "grpc.initial_reconnect_backoff_ms": 1000,
       "grpc.max_reconnect_backoff_ms": AWAY_SECONDS * 1000, // Else up to two minutes pass before it is seen again.
     });
@@ -98,7 +98,7 @@ class Agent {
         return null;
       }
       if (!this.#silent) {
-        const hint = "start this with `mooring run --to DESTINATION -- node train.mjs`, or see the agent's log";
+        const hint = "start this with `keepstep run --to DESTINATION -- node train.mjs`, or see the agent's log";
         say("no-answer", { call: method, message: error.details, hint });
       }
       this.#silent = true;

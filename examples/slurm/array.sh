@@ -5,4 +5,4 @@
 #SBATCH --time=24:00:00
 #SBATCH --signal=B:TERM@120
 
-exec mooring run --grace-seconds 110 --to "${RUNS:-s3://bucket/runs}/sweep-$SLURM_ARRAY_TASK_ID" -- python train.py
+exec keepstep run --grace-seconds 110 --to "${RUNS:-s3://bucket/runs}/sweep-$SLURM_ARRAY_TASK_ID" -- python train.py

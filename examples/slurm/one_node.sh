@@ -5,4 +5,4 @@
 #SBATCH --signal=B:TERM@120
 
 # exec: Slurm kills all that the batch shell has started once that shell is gone, and a SIGTERM ends a shell at once.
-exec mooring run --grace-seconds 110 --to "${RUNS:-s3://bucket/runs}/one" -- python train.py
+exec keepstep run --grace-seconds 110 --to "${RUNS:-s3://bucket/runs}/one" -- python train.py

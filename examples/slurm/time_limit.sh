@@ -5,7 +5,7 @@
 #SBATCH --signal=TERM@120
 
 # Without B: in --signal, the steps get the SIGTERM and this shell does not.
-srun mooring run --grace-seconds 110 --to "${RUNS:-s3://bucket/runs}/long" -- python train.py
+srun keepstep run --grace-seconds 110 --to "${RUNS:-s3://bucket/runs}/long" -- python train.py
 code=$?
 # 143: told to stop, and all is saved. 75: the newest checkpoint is not stored, the next start stores it if it can.
 case "$code" in 143 | 75) scontrol requeue "$SLURM_JOB_ID" ;; esac

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 from tests.servers.server import Bucket
 
-from mooring_agent.adapters.open_store import open_store
-from mooring_agent.adapters.s3.bucket_rules import removes_old_versions
-from mooring_agent.core.settings.values import StoreSettings
+from keepstep_agent.adapters.open_store import open_store
+from keepstep_agent.adapters.s3.bucket_rules import removes_old_versions
+from keepstep_agent.core.settings.values import StoreSettings
 
 ABORT = {"AbortIncompleteMultipartUpload": {"DaysAfterInitiation": 7}}
 EXPIRE = {"NoncurrentVersionExpiration": {"NoncurrentDays": 30}}

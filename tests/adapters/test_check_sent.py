@@ -10,12 +10,12 @@ import pytest
 from tests.harness.memory_folder import folder_in_memory
 from tests.regions import region_of
 
-from mooring_agent.adapters.checksum import region_checksum
-from mooring_agent.adapters.volume import content_check
-from mooring_agent.adapters.volume.staging_area import LocalStagingArea
-from mooring_agent.core.errors import ErrorKind, VolumeError
-from mooring_agent.core.model import FileEntry, Kind, RankManifest, SaveInfo, StagedFile
-from mooring_agent.ports import StagedDescriptor, StageRequest
+from keepstep_agent.adapters.checksum import region_checksum
+from keepstep_agent.adapters.volume import content_check
+from keepstep_agent.adapters.volume.staging_area import LocalStagingArea
+from keepstep_agent.core.errors import ErrorKind, VolumeError
+from keepstep_agent.core.model import FileEntry, Kind, RankManifest, SaveInfo, StagedFile
+from keepstep_agent.ports import StagedDescriptor, StageRequest
 
 SIZE_BYTES = 64 * 1024
 
@@ -153,6 +153,6 @@ def test_where_nothing_can_have_happened_nothing_is_read(tmp_path: Path, monkeyp
 
     monkeypatch.setattr(content_check, "check_region", fail)
     assert not refused(tmp_path, manifest, files)
-    shutil.rmtree(tmp_path / ".mooring" / "staged")
+    shutil.rmtree(tmp_path / ".keepstep" / "staged")
     # All of it was sent: a pin that is gone by now takes nothing back.
     assert not refused(tmp_path, manifest, files)

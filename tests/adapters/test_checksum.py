@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from tests.regions import make_file, region_of, touch, truncate
 
-from mooring_agent.adapters.checksum import (
+from keepstep_agent.adapters.checksum import (
     CHUNK_BYTES,
     crc64nvme,
     region_checksum,
@@ -19,8 +19,8 @@ from mooring_agent.adapters.checksum import (
     region_md5,
     region_sha256,
 )
-from mooring_agent.adapters.transfer.upload_body import PIECE_BYTES
-from mooring_agent.core.errors import ErrorKind, VolumeError
+from keepstep_agent.adapters.transfer.upload_body import PIECE_BYTES
+from keepstep_agent.core.errors import ErrorKind, VolumeError
 
 
 def test_checksums_of_a_region_cover_exactly_its_bytes(tmp_path: Path) -> None:
@@ -81,7 +81,7 @@ def test_a_volume_that_is_taken_away_is_the_volumes_error(
 
 _FORK = """
 import os
-from mooring_agent.adapters import checksum
+from keepstep_agent.adapters import checksum
 buffer = checksum._buffers.get()
 buffer[0] = 1
 if not os.fork():

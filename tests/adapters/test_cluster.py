@@ -16,13 +16,13 @@ from tests.fakes.fake_api_server import FakeApiServer, Mood
 from tests.fakes.fake_cluster import FakeCluster
 from tests.servers.tls import Certificate, make_certificate
 
-from mooring_agent.adapters.kubernetes import ApiServer, KubernetesCluster
-from mooring_agent.core.errors import ClusterError, ErrorKind
-from mooring_agent.core.settings.values import ClusterSettings
-from mooring_agent.ports import Cluster, EventType, PodEvent
+from keepstep_agent.adapters.kubernetes import ApiServer, KubernetesCluster
+from keepstep_agent.core.errors import ClusterError, ErrorKind
+from keepstep_agent.core.settings.values import ClusterSettings
+from keepstep_agent.ports import Cluster, EventType, PodEvent
 
 SECONDS = 30.0
-KEY = "mooring.dev/last-committed"
+KEY = "keepstep.dev/last-committed"
 EVENT = PodEvent(event_type=EventType.WARNING, reason="CheckpointLost", message="it is lost", at=1_800_000_000.0)
 
 

@@ -11,7 +11,7 @@ import pytest
 from tests.harness.agent_process import AgentProcess, wait_until
 from tests.harness.control_group import ControlGroup, NoControlGroup, cpu_control_group
 
-from mooring_agent.adapters.control_group import cpu_limit, memory_limit_bytes
+from keepstep_agent.adapters.control_group import cpu_limit, memory_limit_bytes
 
 # It bounds a hang.
 START_SECONDS = 60.0
@@ -29,11 +29,11 @@ def half_a_cpu() -> Iterator[ControlGroup]:
 
 @pytest.mark.root
 def test_doctor_says_the_rate_that_a_real_limit_allows(half_a_cpu: ControlGroup, tmp_path: Path) -> None:
-    doctor = [sys.executable, "-m", "mooring_agent", "doctor", "--json", f"file://{tmp_path}/destination"]
+    doctor = [sys.executable, "-m", "keepstep_agent", "doctor", "--json", f"file://{tmp_path}/destination"]
     said = subprocess.run(half_a_cpu.wrap(doctor), capture_output=True, text=True, timeout=300, check=False)
     found = {finding["name"]: finding for finding in json.loads(said.stdout)}
     assert found["cpu"]["detail"] == HALF_A_CPU
-    assert "mooring.dev/cpu" in found["cpu"]["hint"]
+    assert "keepstep.dev/cpu" in found["cpu"]["hint"]
 
 
 @pytest.mark.root

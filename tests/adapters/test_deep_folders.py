@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 from tests.harness.deep_folders import deep_folders
 
-from mooring_agent.adapters.output.output_directories import OutputDirectories
-from mooring_agent.adapters.volume.announced_files import resolve_files
-from mooring_agent.adapters.volume.content_check import content_signature
-from mooring_agent.adapters.volume.disk import VolumeMeter
-from mooring_agent.adapters.volume.shared_volume import open_volume
-from mooring_agent.core.errors import RequestError
-from mooring_agent.core.limits import PATH_LEVELS
+from keepstep_agent.adapters.output.output_directories import OutputDirectories
+from keepstep_agent.adapters.volume.announced_files import resolve_files
+from keepstep_agent.adapters.volume.content_check import content_signature
+from keepstep_agent.adapters.volume.disk import VolumeMeter
+from keepstep_agent.adapters.volume.shared_volume import open_volume
+from keepstep_agent.core.errors import RequestError
+from keepstep_agent.core.limits import PATH_LEVELS
 
 
 def test_every_look_at_a_volume_ends_however_deep_its_folders_are(tmp_path: Path) -> None:

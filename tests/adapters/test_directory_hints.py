@@ -7,9 +7,9 @@ import pytest
 from structlog.testing import capture_logs
 from watchdog.observers import Observer
 
-from mooring_agent.adapters.output.directory_hints import DirectoryHints
+from keepstep_agent.adapters.output.directory_hints import DirectoryHints
 
-_MODULE = "mooring_agent.adapters.output.directory_hints"
+_MODULE = "keepstep_agent.adapters.output.directory_hints"
 
 
 class _NoneLeft:

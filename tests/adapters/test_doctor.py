@@ -8,8 +8,8 @@ from tests.servers.faults import Fault, Rule
 from tests.servers.process import free_port
 from tests.servers.server import Bucket
 
-from mooring_agent.core.settings.values import StoreSettings
-from mooring_agent.doctor import Finding, Verdict, examine
+from keepstep_agent.core.settings.values import StoreSettings
+from keepstep_agent.doctor import Finding, Verdict, examine
 
 ALL = {
     "reachable",

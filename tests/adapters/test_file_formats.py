@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from mooring_agent.adapters.output import file_formats
-from mooring_agent.adapters.output.file_formats import Proof, prove
-from mooring_agent.core.limits import TRAINER_STATE_BYTES
+from keepstep_agent.adapters.output import file_formats
+from keepstep_agent.adapters.output.file_formats import Proof, prove
+from keepstep_agent.core.limits import TRAINER_STATE_BYTES
 
 _MANY_TENSORS = b"{" + b",".join(b'"%07d":{}' % number for number in range(200_000)) + b"}"
 

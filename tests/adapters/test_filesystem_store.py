@@ -14,14 +14,14 @@ from pathlib import Path
 import pytest
 from tests.regions import make_file, region_of
 
-from mooring_agent.adapters.checksum import region_checksum
-from mooring_agent.adapters.file_store.directory import ObjectDirectory
-from mooring_agent.adapters.file_store.store import FilesystemStore, parse_directory
-from mooring_agent.adapters.open_store import open_store
-from mooring_agent.adapters.rate_limit import RateLimiter
-from mooring_agent.core.errors import ErrorKind, MooringError, StoreError
-from mooring_agent.core.settings.values import MIB, StoreSettings
-from mooring_agent.ports import ObjectStore
+from keepstep_agent.adapters.checksum import region_checksum
+from keepstep_agent.adapters.file_store.directory import ObjectDirectory
+from keepstep_agent.adapters.file_store.store import FilesystemStore, parse_directory
+from keepstep_agent.adapters.open_store import open_store
+from keepstep_agent.adapters.rate_limit import RateLimiter
+from keepstep_agent.core.errors import ErrorKind, KeepstepError, StoreError
+from keepstep_agent.core.settings.values import MIB, StoreSettings
+from keepstep_agent.ports import ObjectStore
 
 WAIT_SECONDS = 40.0
 """Less than the read time-out of the settings, after which whoever waits for a hung thread goes on, too."""
@@ -61,7 +61,7 @@ def sizes_of(root: Path, name: str) -> set[int]:
 
 @pytest.mark.parametrize(
     "key",
-    ["../x", "a/../../x", "/etc/passwd", "a//b", "", "./a", "a/.", "a\0b", ".mooring/uploads", ".mooring/uploads/x"],
+    ["../x", "a/../../x", "/etc/passwd", "a//b", "", "./a", "a/.", "a\0b", ".keepstep/uploads", ".keepstep/uploads/x"],
 )
 async def test_no_key_leads_out_of_the_root_or_among_the_uploads(store: ObjectStore, root: Path, key: str) -> None:
     await fails(ErrorKind.REQUEST_REFUSED, store.put(key, b"x"))
@@ -182,7 +182,7 @@ async def test_an_object_that_was_replaced_is_not_taken_for_the_old_one(store: O
 
 def leave_over(root: Path, *, age_seconds: float) -> list[Path]:
     """What agents that were killed have left: an object half-written, and uploads half-made and half-forgotten."""
-    uploads = root / ".mooring" / "uploads"
+    uploads = root / ".keepstep" / "uploads"
     half_written, half_made, half_forgotten = (uploads / f"{name}-{age_seconds:.0f}" for name in ("put", "a", "b"))
     half_made.mkdir(parents=True)
     half_forgotten.mkdir()
@@ -215,7 +215,7 @@ async def test_a_cancelled_upload_ends_although_all_threads_hang_in_a_dead_mount
     async with open_store(StoreSettings(destination=f"file://{root}"), limiter=RateLimiter(1000)) as store:
         uploading = asyncio.create_task(store.put_data("a", region, region_checksum(region)))
         async with asyncio.timeout(WAIT_SECONDS):
-            while sizes_of(root, ".mooring/uploads/put-*") in (set(), {0}):  # noqa: ASYNC110 - threads change it
+            while sizes_of(root, ".keepstep/uploads/put-*") in (set(), {0}):  # noqa: ASYNC110 - threads change it
                 await asyncio.sleep(0.01)
         # As system calls on a dead mount: they end when it is back.
         assert isinstance(store, FilesystemStore)
@@ -299,7 +299,7 @@ def test_a_path_is_taken_as_it_is_written(path: str) -> None:
     ],
 )
 async def test_a_destination_that_is_none_is_refused_with_a_way_out(destination: str) -> None:
-    with pytest.raises(MooringError) as caught:
+    with pytest.raises(KeepstepError) as caught:
         await open_store(StoreSettings(destination=destination)).__aenter__()
 
     assert caught.value.kind is ErrorKind.BAD_CONFIGURATION
@@ -357,7 +357,7 @@ async def test_what_no_key_can_name_is_left_out_of_a_listing(store: ObjectStore,
 
 async def test_what_others_put_among_the_uploads_is_no_upload(store: ObjectStore, root: Path) -> None:
     upload = await store.create_upload("run/big")
-    uploads = root / ".mooring" / "uploads"
+    uploads = root / ".keepstep" / "uploads"
     for number, body in enumerate([b"", b"{", b'{"key":1}', b"[" * 100_000, b'{"key":"x"}', b"\xff" * 2**20]):
         (uploads / f"forged-{number}").mkdir()
         (uploads / f"forged-{number}" / "upload.json").write_bytes(body)

@@ -14,10 +14,10 @@ import pytest
 from tests.fakes.fake_journal import FakeJournal
 from tests.harness.small_volume import mounted
 
-from mooring_agent.adapters.journal import SqliteJournal, open_journal
-from mooring_agent.adapters.volume.disk import Reserve
-from mooring_agent.core.errors import ErrorKind, VolumeError
-from mooring_agent.ports import Journal
+from keepstep_agent.adapters.journal import SqliteJournal, open_journal
+from keepstep_agent.adapters.volume.disk import Reserve
+from keepstep_agent.core.errors import ErrorKind, VolumeError
+from keepstep_agent.ports import Journal
 
 Reopen = Callable[[], Journal]
 
@@ -87,7 +87,7 @@ def test_the_file_appears_at_the_first_use_with_the_permissions_of_its_folder(tm
 
 
 def test_a_second_agent_on_the_same_journal_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mooring_agent.adapters.journal._LOCK_TIMEOUT_SECONDS", 0.05)
+    monkeypatch.setattr("keepstep_agent.adapters.journal._LOCK_TIMEOUT_SECONDS", 0.05)
     first, second = (
         _journal(tmp_path),
         _journal(tmp_path),
@@ -235,7 +235,7 @@ def test_a_journal_with_records_is_never_taken_for_an_empty_one(
     def full(_: Path) -> None:
         raise VolumeError(ErrorKind.DISK_FULL, "full", hint="")
 
-    monkeypatch.setattr("mooring_agent.adapters.journal._refuse_foreign", full)
+    monkeypatch.setattr("keepstep_agent.adapters.journal._refuse_foreign", full)
     for read in (journal.replay, journal.verify):
         with pytest.raises(VolumeError, match="full"):
             read()
@@ -244,8 +244,8 @@ def test_a_journal_with_records_is_never_taken_for_an_empty_one(
 _WRITER = """
 import sys
 from pathlib import Path
-from mooring_agent.adapters.journal import SqliteJournal
-from mooring_agent.adapters.volume.disk import Reserve
+from keepstep_agent.adapters.journal import SqliteJournal
+from keepstep_agent.adapters.volume.disk import Reserve
 
 path = Path(sys.argv[1])
 journal = SqliteJournal(path, Reserve(path.parent))

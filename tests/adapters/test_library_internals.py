@@ -6,9 +6,9 @@ import aiohttp
 import pytest
 from aiobotocore.httpsession import AIOHTTPSession
 
-from mooring_agent.adapters.s3 import http_session
-from mooring_agent.adapters.s3.http_session import StoreSession, require_internals
-from mooring_agent.core.errors import StoreError
+from keepstep_agent.adapters.s3 import http_session
+from keepstep_agent.adapters.s3.http_session import StoreSession, require_internals
+from keepstep_agent.core.errors import StoreError
 
 
 def test_the_installed_libraries_have_what_is_used_of_them() -> None:

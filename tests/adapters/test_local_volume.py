@@ -15,12 +15,12 @@ from pathlib import Path
 
 import pytest
 
-from mooring_agent.adapters.liveness import RankLocks
-from mooring_agent.adapters.signal_file import SignalFile
-from mooring_agent.adapters.volume.disk import VolumeMeter
-from mooring_agent.core.errors import ErrorKind, VolumeError
-from mooring_agent.runtime.process.app import SystemClock
-from mooring_api.signal_file import SaveSignal, decode
+from keepstep_agent.adapters.liveness import RankLocks
+from keepstep_agent.adapters.signal_file import SignalFile
+from keepstep_agent.adapters.volume.disk import VolumeMeter
+from keepstep_agent.core.errors import ErrorKind, VolumeError
+from keepstep_agent.runtime.process.app import SystemClock
+from keepstep_api.signal_file import SaveSignal, decode
 
 
 def _du(path: Path) -> int:
@@ -70,7 +70,7 @@ _ORDINARY_USER = """
 import json, os, sys
 from pathlib import Path
 import structlog
-from mooring_agent.adapters.volume.disk import VolumeMeter
+from keepstep_agent.adapters.volume.disk import VolumeMeter
 if os.geteuid() == 0:
     os.setgroups([])
     os.setresgid(65534, 65534, 65534)
@@ -133,7 +133,7 @@ class _Trainer:
 
 @pytest.fixture
 def trainers(tmp_path: Path) -> Iterator[list[_Trainer]]:
-    started = [_Trainer(tmp_path / ".mooring" / "ranks" / name) for name in ("0", "11")]
+    started = [_Trainer(tmp_path / ".keepstep" / "ranks" / name) for name in ("0", "11")]
     yield started
     for trainer in started:
         trainer.kill()
@@ -146,8 +146,8 @@ def test_a_lock_is_held_until_its_process_is_killed_though_a_forked_child_lives(
     tmp_path: Path, trainers: list[_Trainer]
 ) -> None:
     locks = RankLocks(tmp_path)
-    (tmp_path / ".mooring" / "ranks" / "3").touch()
-    (tmp_path / ".mooring" / "ranks" / "not-a-rank").touch()
+    (tmp_path / ".keepstep" / "ranks" / "3").touch()
+    (tmp_path / ".keepstep" / "ranks" / "not-a-rank").touch()
     assert locks.live_ranks() == {0, 11}
     trainers[1].kill()
     os.kill(trainers[1].child, 0)
@@ -156,7 +156,7 @@ def test_a_lock_is_held_until_its_process_is_killed_though_a_forked_child_lives(
 
 def test_asking_never_takes_the_lock(tmp_path: Path) -> None:
     locks = RankLocks(tmp_path)
-    lock = tmp_path / ".mooring" / "ranks" / "0"
+    lock = tmp_path / ".keepstep" / "ranks" / "0"
     lock.parent.mkdir(parents=True)
     lock.touch()
     assert not locks.live_ranks()
@@ -175,7 +175,7 @@ def test_nobody_lives_on_a_new_volume(tmp_path: Path) -> None:
 
 
 def test_a_mapped_signal_file_shows_every_request_and_the_count_survives_a_restart(tmp_path: Path) -> None:
-    path = tmp_path / ".mooring" / "signal"
+    path = tmp_path / ".keepstep" / "signal"
     assert SignalFile(tmp_path).current() == SaveSignal()
     assert SignalFile(tmp_path).request(deadline_unix=0.0, terminating=False) == 1
     assert stat.S_IMODE(path.stat().st_mode) == 0o660
@@ -189,7 +189,7 @@ def test_a_mapped_signal_file_shows_every_request_and_the_count_survives_a_resta
 
 @pytest.mark.parametrize("content", [b"", b"garbage", b"x" * 64, b"y" * 100])
 def test_a_spoilt_signal_file_is_mended_in_place(tmp_path: Path, content: bytes) -> None:
-    path = tmp_path / ".mooring" / "signal"
+    path = tmp_path / ".keepstep" / "signal"
     path.parent.mkdir()
     path.write_bytes(content)
     inode = path.stat().st_ino
@@ -200,7 +200,7 @@ def test_a_spoilt_signal_file_is_mended_in_place(tmp_path: Path, content: bytes)
 
 
 def test_a_new_pod_takes_back_the_old_ones_notice_without_ringing(tmp_path: Path) -> None:
-    path = tmp_path / ".mooring" / "signal"
+    path = tmp_path / ".keepstep" / "signal"
     path.parent.mkdir()
     signals = SignalFile(tmp_path)
     signals.forget_termination()
@@ -211,7 +211,7 @@ def test_a_new_pod_takes_back_the_old_ones_notice_without_ringing(tmp_path: Path
 
 
 def test_a_signal_file_that_cannot_be_written_is_the_volumes_error(tmp_path: Path) -> None:
-    (tmp_path / ".mooring").touch()
+    (tmp_path / ".keepstep").touch()
     with pytest.raises(VolumeError):
         SignalFile(tmp_path).request(deadline_unix=0.0, terminating=False)
 

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from mooring_agent.adapters.output.output_directories import OutputDirectories
-from mooring_agent.adapters.volume.staging_area import LocalStagingArea
-from mooring_agent.core.errors import ErrorKind, VolumeError
-from mooring_agent.core.mirror.output_scan import OutputScan
-from mooring_agent.core.model import PinMethod, SourceFile, StagedFile
-from mooring_agent.ports import StagedDescriptor, StageRequest
+from keepstep_agent.adapters.output.output_directories import OutputDirectories
+from keepstep_agent.adapters.volume.staging_area import LocalStagingArea
+from keepstep_agent.core.errors import ErrorKind, VolumeError
+from keepstep_agent.core.mirror.output_scan import OutputScan
+from keepstep_agent.core.model import PinMethod, SourceFile, StagedFile
+from keepstep_agent.ports import StagedDescriptor, StageRequest
 
 
 @pytest.fixture
@@ -59,9 +59,9 @@ def test_a_directory_that_is_not_there_yet_is_empty(volume: Path) -> None:
     assert not found.files
 
 
-def test_what_is_announced_and_moorings_own_folder_are_left_out(volume: Path) -> None:
-    (volume / ".mooring").mkdir()
-    (volume / ".mooring/journal").write_text("x")
+def test_what_is_announced_and_keepsteps_own_folder_are_left_out(volume: Path) -> None:
+    (volume / ".keepstep").mkdir()
+    (volume / ".keepstep/journal").write_text("x")
     (volume / "out/.saving-checkpoint-2-abc").mkdir()
     (volume / "out/.saving-checkpoint-2-abc/model").write_text("half")
     assert set(look(volume, left_out=frozenset({"out/step-1"})).files) == {"out/train.log"}
@@ -103,7 +103,7 @@ def test_a_file_that_changed_since_the_look_is_not_pinned(volume: Path, method: 
     with pytest.raises(VolumeError) as raised:
         stage(volume, method, "out/step-1/model", scan=scan)
     assert raised.value.kind is ErrorKind.FILE_CHANGED
-    assert not list((volume / ".mooring/staged").iterdir())
+    assert not list((volume / ".keepstep/staged").iterdir())
 
 
 def test_a_log_is_copied_as_it_is_though_it_grew_since_the_look(volume: Path) -> None:

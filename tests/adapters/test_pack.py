@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from mooring_agent.adapters.checksum import crc64nvme
-from mooring_agent.adapters.pack import read_pack
-from mooring_agent.core.errors import ErrorKind, VolumeError
-from mooring_agent.core.model import Fingerprint, Pack, StagedFile
-from mooring_agent.core.stored.packs_and_parts import PACK_BYTES, padded, plan_packs
+from keepstep_agent.adapters.checksum import crc64nvme
+from keepstep_agent.adapters.pack import read_pack
+from keepstep_agent.core.errors import ErrorKind, VolumeError
+from keepstep_agent.core.model import Fingerprint, Pack, StagedFile
+from keepstep_agent.core.stored.packs_and_parts import PACK_BYTES, padded, plan_packs
 
 _LONG = f"{'f' * 150}/{'n' * 100}"
 

@@ -13,13 +13,13 @@ from tests.servers.metadata_servers import AwsServer, AzureServer, GcpServer, Me
 from tests.servers.process import free_port
 from tests.servers.scripted import Asked, ScriptedServer, response
 
-from mooring_agent.adapters.preemption import clouds, the_one_that_answers
-from mooring_agent.adapters.preemption.aws import AwsPreemption
-from mooring_agent.adapters.preemption.azure import AzurePreemption
-from mooring_agent.adapters.preemption.gcp import GcpPreemption
-from mooring_agent.adapters.preemption.metadata_service import MetadataService
-from mooring_agent.core.errors import ErrorKind, PreemptionSourceError
-from mooring_agent.ports import PreemptionSource, TerminationNotice
+from keepstep_agent.adapters.preemption import clouds, the_one_that_answers
+from keepstep_agent.adapters.preemption.aws import AwsPreemption
+from keepstep_agent.adapters.preemption.azure import AzurePreemption
+from keepstep_agent.adapters.preemption.gcp import GcpPreemption
+from keepstep_agent.adapters.preemption.metadata_service import MetadataService
+from keepstep_agent.core.errors import ErrorKind, PreemptionSourceError
+from keepstep_agent.ports import PreemptionSource, TerminationNotice
 
 # They bound a hang and judge no speed.
 LIMIT_SECONDS = 60.0

@@ -5,14 +5,14 @@ import sys
 
 from tests.harness.agent_process import wait_until
 
-from mooring_agent.adapters.output.program import has_other_children
+from keepstep_agent.adapters.output.program import has_other_children
 
 
 def test_a_child_that_has_ended_counts_no_more_although_nobody_has_waited_for_it() -> None:
     # Children of the tests themselves, as warm processes, would count.
     code = """if True:
         import os, subprocess, sys
-        from mooring_agent.adapters.output.program import has_other_children
+        from keepstep_agent.adapters.output.program import has_other_children
         print(has_other_children(os.getpid()))
         child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
         print(has_other_children(os.getpid()))

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from mooring_agent.adapters.rate_limit import RateLimiter
+from keepstep_agent.adapters.rate_limit import RateLimiter
 
 WAIT_SECONDS = 60.0
 """Whoever waits for the rate waits for days here."""

@@ -21,15 +21,15 @@ from tests.servers.rclone import RcloneServer
 from tests.servers.server import Bucket
 from tests.servers.tls import Certificate
 
-from mooring_agent.adapters.checksum import crc64nvme, region_checksum
-from mooring_agent.adapters.open_store import open_store
-from mooring_agent.adapters.s3.store import S3Store
-from mooring_agent.adapters.transfer.receiving import download
-from mooring_agent.adapters.transfer.stall_timeout import StallTimeout
-from mooring_agent.adapters.transfer.tls_connector import use_own_tls
-from mooring_agent.adapters.transfer.upload_body import BufferPool
-from mooring_agent.core.settings.values import MIB, StoreSettings
-from mooring_agent.ports import StoreCapabilities
+from keepstep_agent.adapters.checksum import crc64nvme, region_checksum
+from keepstep_agent.adapters.open_store import open_store
+from keepstep_agent.adapters.s3.store import S3Store
+from keepstep_agent.adapters.transfer.receiving import download
+from keepstep_agent.adapters.transfer.stall_timeout import StallTimeout
+from keepstep_agent.adapters.transfer.tls_connector import use_own_tls
+from keepstep_agent.adapters.transfer.upload_body import BufferPool
+from keepstep_agent.core.settings.values import MIB, StoreSettings
+from keepstep_agent.ports import StoreCapabilities
 
 WAIT_SECONDS = 60.0
 

@@ -6,9 +6,9 @@ from collections.abc import AsyncIterator
 import pytest
 from tests.fakes.fake_store import FakeStore
 
-from mooring_agent.adapters.retrying_store import RetryingStore, RetryPolicy
-from mooring_agent.core.errors import PASSING, ErrorKind, StoreError
-from mooring_agent.ports import ObjectInfo
+from keepstep_agent.adapters.retrying_store import RetryingStore, RetryPolicy
+from keepstep_agent.core.errors import PASSING, ErrorKind, StoreError
+from keepstep_agent.ports import ObjectInfo
 
 
 class Sleeper:

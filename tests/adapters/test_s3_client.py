@@ -10,9 +10,9 @@ from botocore.regions import EndpointResolver
 from botocore.utils import parse_timestamp
 from tests.servers.server import Bucket
 
-from mooring_agent.adapters.open_store import open_store
-from mooring_agent.adapters.s3.client import connect, forget_other_services, read_time
-from mooring_agent.core.settings.values import StoreSettings
+from keepstep_agent.adapters.open_store import open_store
+from keepstep_agent.adapters.s3.client import connect, forget_other_services, read_time
+from keepstep_agent.core.settings.values import StoreSettings
 
 REGIONS = ["us-east-1", "eu-central-1", "ap-southeast-2", "cn-north-1", "us-gov-west-1", "xx-unheard-of-1"]
 SERVICES = ["s3", "sts", "portal.sso", "oidc", "signin"]

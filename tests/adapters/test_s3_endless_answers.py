@@ -12,13 +12,13 @@ import pytest
 from tests.servers.scripted import Asked, ScriptedServer, response
 from tests.servers.tls import Certificate
 
-from mooring_agent.adapters.checksum import crc64nvme
-from mooring_agent.adapters.open_store import open_store
-from mooring_agent.adapters.s3 import listings
-from mooring_agent.adapters.transfer.stall_timeout import LEAST_BYTES_PER_SECOND
-from mooring_agent.core.errors import ErrorKind, StoreError
-from mooring_agent.core.settings.values import MIB, StoreSettings
-from mooring_agent.ports import ObjectStore
+from keepstep_agent.adapters.checksum import crc64nvme
+from keepstep_agent.adapters.open_store import open_store
+from keepstep_agent.adapters.s3 import listings
+from keepstep_agent.adapters.transfer.stall_timeout import LEAST_BYTES_PER_SECOND
+from keepstep_agent.core.errors import ErrorKind, StoreError
+from keepstep_agent.core.settings.values import MIB, StoreSettings
+from keepstep_agent.ports import ObjectStore
 
 HANG_SECONDS = 120.0
 """No measure of anything but that it ends."""

@@ -5,8 +5,8 @@ import botocore.exceptions
 import botocore.parsers
 import pytest
 
-from mooring_agent.adapters.s3.errors import FOREIGN, Place, translate
-from mooring_agent.core.errors import ErrorKind, StoreError
+from keepstep_agent.adapters.s3.errors import FOREIGN, Place, translate
+from keepstep_agent.core.errors import ErrorKind, StoreError
 
 PLACE = Place(bucket="bucket", key="run/key", endpoint="https://user:hunter2@store.example:9000")
 

@@ -9,11 +9,11 @@ from tests.regions import make_file, region_of
 from tests.servers.scripted import Asked, ScriptedServer, response
 from tests.servers.tls import Certificate
 
-from mooring_agent.adapters.checksum import crc64nvme, region_checksum
-from mooring_agent.adapters.open_store import open_store
-from mooring_agent.core.errors import ErrorKind, MooringError, StoreError
-from mooring_agent.core.settings.values import StoreSettings
-from mooring_agent.ports import ObjectStore
+from keepstep_agent.adapters.checksum import crc64nvme, region_checksum
+from keepstep_agent.adapters.open_store import open_store
+from keepstep_agent.core.errors import ErrorKind, KeepstepError, StoreError
+from keepstep_agent.core.settings.values import StoreSettings
+from keepstep_agent.ports import ObjectStore
 
 FILE_BYTES = 300_000
 REDIRECTS = [300, 301, 302, 303, 304, 305, 307, 308, 399]
@@ -203,7 +203,7 @@ async def test_no_fetch_of_credentials_is_redirected_either(
         }[source]
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
-        with pytest.raises(MooringError):
+        with pytest.raises(KeepstepError):
             async with open_store(settings("http://127.0.0.1:9")) as store:
                 await store.put("a", b"x")
         assert server.asked

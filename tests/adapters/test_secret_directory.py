@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 from tests.servers.server import ACCESS_KEY, ENVIRONMENT, SECRET_KEY, Bucket
 
-from mooring_agent.adapters.open_store import open_store
-from mooring_agent.adapters.s3.client import SecretKeys, read_secret
-from mooring_agent.core.errors import ErrorKind, MooringError
+from keepstep_agent.adapters.open_store import open_store
+from keepstep_agent.adapters.s3.client import SecretKeys, read_secret
+from keepstep_agent.core.errors import ErrorKind, KeepstepError
 
 
 def secret(directory: Path, **texts: str) -> str:
@@ -82,14 +82,14 @@ def test_a_connection_without_keys_leaves_them_to_the_workloads_identity(tmp_pat
 def test_what_a_secret_lacks_is_said_by_its_keys_and_never_by_their_values(
     tmp_path: Path, texts: dict[str, str], message: str
 ) -> None:
-    with pytest.raises(MooringError, match=message) as caught:
+    with pytest.raises(KeepstepError, match=message) as caught:
         read_secret(secret(tmp_path / "s", **texts))
     assert caught.value.kind is ErrorKind.BAD_CONFIGURATION
     assert "hush" not in f"{caught.value} {caught.value.hint}"
 
 
 def test_a_secret_that_is_not_there_is_said(tmp_path: Path) -> None:
-    with pytest.raises(MooringError, match="cannot read the Secret at"):
+    with pytest.raises(KeepstepError, match="cannot read the Secret at"):
         read_secret(str(tmp_path / "s"))
 
 

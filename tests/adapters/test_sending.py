@@ -17,16 +17,16 @@ from tests.servers.fault_proxy import FaultProxy
 from tests.servers.faults import Fault, Rule
 from tests.servers.server import Bucket
 
-from mooring_agent.adapters.checksum import crc64nvme, region_checksum
-from mooring_agent.adapters.open_store import open_store
-from mooring_agent.adapters.rate_limit import RateLimiter
-from mooring_agent.adapters.region_file import RegionFile
-from mooring_agent.adapters.s3.store import S3Store
-from mooring_agent.adapters.transfer.upload_body import PIECE_BYTES, BufferPool, FileBody
-from mooring_agent.core.errors import ErrorKind, StoreError, VolumeError
-from mooring_agent.core.model import Region
-from mooring_agent.core.settings.values import MIB, StoreSettings
-from mooring_agent.ports import StoreCapabilities
+from keepstep_agent.adapters.checksum import crc64nvme, region_checksum
+from keepstep_agent.adapters.open_store import open_store
+from keepstep_agent.adapters.rate_limit import RateLimiter
+from keepstep_agent.adapters.region_file import RegionFile
+from keepstep_agent.adapters.s3.store import S3Store
+from keepstep_agent.adapters.transfer.upload_body import PIECE_BYTES, BufferPool, FileBody
+from keepstep_agent.core.errors import ErrorKind, StoreError, VolumeError
+from keepstep_agent.core.model import Region
+from keepstep_agent.core.settings.values import MIB, StoreSettings
+from keepstep_agent.ports import StoreCapabilities
 
 WAIT_SECONDS = 60.0
 

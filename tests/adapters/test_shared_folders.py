@@ -7,18 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from mooring_agent.adapters.volume.identity import claim
-from mooring_agent.adapters.volume.shared_folders import (
+from keepstep_agent.adapters.volume.identity import claim
+from keepstep_agent.adapters.volume.shared_folders import (
     make_shared_folders,
     make_state_directory,
     share_tree,
 )
-from mooring_agent.adapters.volume.shared_volume import open_volume
-from mooring_agent.core.settings.values import Settings, StoreSettings
-from mooring_agent.restore.local_copy import LocalCopies
-from mooring_agent.runtime.process.open_volume import claim_volume
+from keepstep_agent.adapters.volume.shared_volume import open_volume
+from keepstep_agent.core.settings.values import Settings, StoreSettings
+from keepstep_agent.restore.local_copy import LocalCopies
+from keepstep_agent.runtime.process.open_volume import claim_volume
 
-SHARED = (".mooring/records", ".mooring/ranks", ".mooring/saving", "runs", "runs/checkpoints")
+SHARED = (".keepstep/records", ".keepstep/ranks", ".keepstep/saving", "runs", "runs/checkpoints")
 
 
 @pytest.fixture(autouse=True)
@@ -51,9 +51,9 @@ def test_whoever_may_write_the_volume_may_write_its_folders(tmp_path: Path, of_v
 
 def test_a_folder_that_was_there_is_left_as_it_is_and_the_volume_too(tmp_path: Path) -> None:
     tmp_path.chmod(0o777)
-    (tmp_path / ".mooring").mkdir(mode=0o700)
+    (tmp_path / ".keepstep").mkdir(mode=0o700)
     make_shared_folders(tmp_path, tmp_path)
-    assert stat.S_IMODE((tmp_path / ".mooring").stat().st_mode) == 0o700
+    assert stat.S_IMODE((tmp_path / ".keepstep").stat().st_mode) == 0o700
     assert stat.S_IMODE(tmp_path.stat().st_mode) == 0o777
 
 
@@ -73,15 +73,15 @@ def test_what_was_restored_may_be_removed_by_whoever_may_write_the_volume(
 
 MAKERS: dict[str, Callable[[Path], object]] = {
     "shared folders": lambda volume: make_shared_folders(volume, volume),
-    "state directory on the volume": lambda volume: make_state_directory(volume, volume / ".mooring" / "agent"),
+    "state directory on the volume": lambda volume: make_state_directory(volume, volume / ".keepstep" / "agent"),
     "the volume's destination": lambda volume: claim(volume, "s3://bucket/run"),
     "restore": lambda volume: LocalCopies(volume, volume / "checkpoints", volume.parent / "state").prepare(),
     "agent": lambda volume: claim_volume(
         Settings(
             volume=str(volume),
             checkpoint_directory=f"{volume}/checkpoints",
-            socket=f"{volume}/.mooring/agent.sock",
-            state_directory=f"{volume}/.mooring/agent",
+            socket=f"{volume}/.keepstep/agent.sock",
+            state_directory=f"{volume}/.keepstep/agent",
             store=StoreSettings(destination="s3://bucket/run"),
         )
     ),
@@ -98,14 +98,14 @@ def test_the_folder_with_the_socket_is_its_owners_alone_to_change(
     volume = tmp_path / "volume"
     volume.mkdir(mode=0o777)
     if before is not None:
-        (volume / ".mooring").mkdir(mode=before)
+        (volume / ".keepstep").mkdir(mode=before)
     MAKERS[maker](volume)
-    assert stat.S_IMODE((volume / ".mooring").stat().st_mode) == 0o755
+    assert stat.S_IMODE((volume / ".keepstep").stat().st_mode) == 0o755
 
 
 def test_what_cannot_be_made_is_left_to_whoever_needs_it(tmp_path: Path) -> None:
     make_shared_folders(tmp_path / "missing", tmp_path / "missing" / "checkpoints")
     assert not (tmp_path / "missing").exists()
-    (tmp_path / ".mooring").touch()
+    (tmp_path / ".keepstep").touch()
     make_shared_folders(tmp_path, tmp_path / "checkpoints")
-    assert (tmp_path / ".mooring").is_file()
+    assert (tmp_path / ".keepstep").is_file()

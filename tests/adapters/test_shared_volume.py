@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from tests.harness.deep_folders import LEVELS, deep_folders
 
-from mooring_agent.adapters.volume.shared_volume import Folder, open_volume
+from keepstep_agent.adapters.volume.shared_volume import Folder, open_volume
 
 ACTIONS: dict[str, Callable[[Folder, str], Any]] = {
     "open": lambda root, path: os.close(root.open_file(path)),
@@ -126,7 +126,7 @@ def test_a_tree_that_is_deep_and_wide_is_removed(volume: Path, outside: Path) ->
 
 
 def test_a_removal_of_folders_that_somebody_keeps_making_ends(volume: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mooring_agent.adapters.volume.shared_volume._MOST_MOVES", LEVELS // 65 - 1)
+    monkeypatch.setattr("keepstep_agent.adapters.volume.shared_volume._MOST_MOVES", LEVELS // 65 - 1)
     with deep_folders(volume / "deep"), open_volume(volume) as root:
         with pytest.raises(OSError, match="levels deep"):
             root.remove("deep")

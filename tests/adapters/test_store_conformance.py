@@ -16,15 +16,15 @@ from tests.fakes.memory_store import MemoryStore
 from tests.harness.plain_transfer import PlainTransfer
 from tests.regions import make_file, parts_of, region_of
 
-from mooring_agent.adapters.checksum import crc64nvme, region_checksum, region_md5
-from mooring_agent.adapters.open_store import open_store
-from mooring_agent.adapters.rate_limit import RateLimiter
-from mooring_agent.adapters.s3.store import open_s3_store
-from mooring_agent.adapters.transfer.direct import DirectTransfer
-from mooring_agent.core.errors import ErrorKind, StoreError, VolumeError
-from mooring_agent.core.settings.values import MIB, StoreSettings
-from mooring_agent.core.stored.object_layout import PROBE_PREFIX
-from mooring_agent.ports import ObjectStore
+from keepstep_agent.adapters.checksum import crc64nvme, region_checksum, region_md5
+from keepstep_agent.adapters.open_store import open_store
+from keepstep_agent.adapters.rate_limit import RateLimiter
+from keepstep_agent.adapters.s3.store import open_s3_store
+from keepstep_agent.adapters.transfer.direct import DirectTransfer
+from keepstep_agent.core.errors import ErrorKind, StoreError, VolumeError
+from keepstep_agent.core.settings.values import MIB, StoreSettings
+from keepstep_agent.core.stored.object_layout import PROBE_PREFIX
+from keepstep_agent.ports import ObjectStore
 
 S3_SERVERS = ["rclone", "rclone_tls", "moto", "seaweed", "ceph", "verifying"]
 PLAIN = "plain bodies on "
@@ -167,16 +167,16 @@ async def test_a_listing_is_by_prefix_and_names_each_key_once(store: ObjectStore
 
 
 async def test_the_folders_of_a_level_are_those_that_hold_an_object(store: ObjectStore, kind: str) -> None:
-    for name in ["a", "b/1", "b/2", "b-x", "b/c/d", "c/.mooring/commits/1", "c/with space+plus%41&<x>/1", "é/é/1"]:
+    for name in ["a", "b/1", "b/2", "b-x", "b/c/d", "c/.keepstep/commits/1", "c/with space+plus%41&<x>/1", "é/é/1"]:
         await store.put(name, b"x")
     await store.put("gone/1", b"x")
     await store.delete("gone/1")
 
     # SeaweedFS lists an emptied folder for some seconds.
-    left = {".mooring/", "gone/"} if kind == "seaweed" else set()
+    left = {".keepstep/", "gone/"} if kind == "seaweed" else set()
     assert [one for one in await folders(store) if one not in left] == ["b/", "c/", "é/"]
     assert await folders(store, "b/") == ["b/c/"]
-    assert await folders(store, "c/") == ["c/.mooring/", "c/with space+plus%41&<x>/"]
+    assert await folders(store, "c/") == ["c/.keepstep/", "c/with space+plus%41&<x>/"]
     assert await folders(store, "b/c/") == await folders(store, "nothing/") == []
 
 

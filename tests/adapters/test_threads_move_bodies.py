@@ -14,15 +14,15 @@ from tests.regions import make_file, region_of
 from tests.servers.server import ENVIRONMENT, Bucket
 from tests.servers.tls import Certificate
 
-from mooring_agent.adapters.checksum import region_checksum
-from mooring_agent.adapters.open_store import open_store
-from mooring_agent.adapters.rate_limit import RateLimiter
-from mooring_agent.adapters.region_file import RegionFile
-from mooring_agent.adapters.s3.store import S3Store
-from mooring_agent.adapters.transfer import receiving, socket_writers
-from mooring_agent.adapters.transfer.thread_sockets import wait_until_ready
-from mooring_agent.core.settings.values import MIB, StoreSettings
-from mooring_agent.ports import StoreCapabilities
+from keepstep_agent.adapters.checksum import region_checksum
+from keepstep_agent.adapters.open_store import open_store
+from keepstep_agent.adapters.rate_limit import RateLimiter
+from keepstep_agent.adapters.region_file import RegionFile
+from keepstep_agent.adapters.s3.store import S3Store
+from keepstep_agent.adapters.transfer import receiving, socket_writers
+from keepstep_agent.adapters.transfer.thread_sockets import wait_until_ready
+from keepstep_agent.core.settings.values import MIB, StoreSettings
+from keepstep_agent.ports import StoreCapabilities
 
 WAIT_SECONDS = 60.0
 MANY = 48 * MIB

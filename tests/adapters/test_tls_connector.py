@@ -12,10 +12,10 @@ from tests.regions import make_file, region_of
 from tests.servers.server import Bucket
 from tests.servers.tls import Certificate
 
-from mooring_agent.adapters.checksum import region_checksum
-from mooring_agent.adapters.open_store import open_store
-from mooring_agent.adapters.transfer.tls_transport import TlsTransport
-from mooring_agent.core.settings.values import MIB
+from keepstep_agent.adapters.checksum import region_checksum
+from keepstep_agent.adapters.open_store import open_store
+from keepstep_agent.adapters.transfer.tls_transport import TlsTransport
+from keepstep_agent.core.settings.values import MIB
 
 
 @on_both_loops

@@ -21,8 +21,8 @@ from tests.harness.tls_peer import (
 )
 from tests.servers.tls import Certificate
 
-from mooring_agent.adapters.transfer import tls_transport
-from mooring_agent.core.settings.values import MIB
+from keepstep_agent.adapters.transfer import tls_transport
+from keepstep_agent.core.settings.values import MIB
 
 
 @on_both_loops

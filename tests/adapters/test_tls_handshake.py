@@ -9,8 +9,8 @@ import pytest
 from tests.harness.tls_peer import WAIT_SECONDS, Peer, Recorder, Run, on_both_loops
 from tests.servers.tls import Certificate, make_certificate
 
-from mooring_agent.adapters.transfer.tls_connector import open_tls_connection
-from mooring_agent.core.settings.values import MIB
+from keepstep_agent.adapters.transfer.tls_connector import open_tls_connection
+from keepstep_agent.core.settings.values import MIB
 
 
 @on_both_loops

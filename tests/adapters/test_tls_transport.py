@@ -24,12 +24,12 @@ from tests.harness.tls_peer import (
 from tests.regions import make_file, region_of
 from tests.servers.tls import Certificate
 
-from mooring_agent.adapters.checksum import crc64nvme
-from mooring_agent.adapters.region_file import RegionFile
-from mooring_agent.adapters.transfer import tls_transport
-from mooring_agent.adapters.transfer.socket_writers import BufferWriter
-from mooring_agent.adapters.transfer.tls_transport import TlsTransport
-from mooring_agent.core.settings.values import MIB
+from keepstep_agent.adapters.checksum import crc64nvme
+from keepstep_agent.adapters.region_file import RegionFile
+from keepstep_agent.adapters.transfer import tls_transport
+from keepstep_agent.adapters.transfer.socket_writers import BufferWriter
+from keepstep_agent.adapters.transfer.tls_transport import TlsTransport
+from keepstep_agent.core.settings.values import MIB
 
 
 @pytest.fixture

@@ -9,11 +9,18 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from mooring.checkpoints.records import Kind, Record, RecordedFile, write_record
-from mooring_agent.adapters import records as records
-from mooring_agent.adapters.records import RecordedPaths, unannounced
-from mooring_agent.core.limits import CLIENT_RECORD_BYTES, CLIENT_RECORDS, FILES_PER_RANK, LOCAL_RANKS, STEP, WORLD_SIZE
-from mooring_api.names import CHECKPOINT_DIRECTORY, RECORDS_DIRECTORY, STATE_DIRECTORY
+from keepstep.checkpoints.records import Kind, Record, RecordedFile, write_record
+from keepstep_agent.adapters import records as records
+from keepstep_agent.adapters.records import RecordedPaths, unannounced
+from keepstep_agent.core.limits import (
+    CLIENT_RECORD_BYTES,
+    CLIENT_RECORDS,
+    FILES_PER_RANK,
+    LOCAL_RANKS,
+    STEP,
+    WORLD_SIZE,
+)
+from keepstep_api.names import CHECKPOINT_DIRECTORY, RECORDS_DIRECTORY, STATE_DIRECTORY
 
 
 def keep(

@@ -5,15 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from mooring_agent.adapters.volume.identity import claim, owner_of
-from mooring_agent.core.errors import ErrorKind, MooringError, VolumeError
+from keepstep_agent.adapters.volume.identity import claim, owner_of
+from keepstep_agent.core.errors import ErrorKind, KeepstepError, VolumeError
 
 
 def test_the_first_to_claim_a_volume_keeps_it(tmp_path: Path) -> None:
     volume = tmp_path / "volume"
     claim(volume, "s3://bucket/one")
     claim(volume, "s3://bucket/one")
-    with pytest.raises(MooringError) as caught:
+    with pytest.raises(KeepstepError) as caught:
         claim(volume, "s3://bucket/two")
     assert caught.value.kind is ErrorKind.BAD_CONFIGURATION
     assert "s3://bucket/one" in str(caught.value)
@@ -37,11 +37,11 @@ def test_of_two_that_claim_a_volume_at_once_the_first_keeps_it(
     if other == "s3://bucket/one":
         claim(tmp_path, "s3://bucket/one")
     else:
-        with pytest.raises(MooringError, match=other) as caught:
+        with pytest.raises(KeepstepError, match=other) as caught:
             claim(tmp_path, "s3://bucket/one")
         assert caught.value.kind is ErrorKind.BAD_CONFIGURATION
     assert owner_of(tmp_path) == other
-    assert [path.name for path in (tmp_path / ".mooring").iterdir()] == ["destination"]
+    assert [path.name for path in (tmp_path / ".keepstep").iterdir()] == ["destination"]
 
 
 def test_a_slash_at_the_end_makes_no_other_destination(tmp_path: Path) -> None:

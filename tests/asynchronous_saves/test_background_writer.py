@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-from mooring.asynchronous_saves import background_writer, host_memory, path_guard
-from mooring.asynchronous_saves.background_writer import BackgroundSave, BackgroundWriter
-from mooring.asynchronous_saves.host_copy import HostCopy, copy_to_host
-from mooring.asynchronous_saves.host_memory import HostMemory
+from keepstep.asynchronous_saves import background_writer, host_memory, path_guard
+from keepstep.asynchronous_saves.background_writer import BackgroundSave, BackgroundWriter
+from keepstep.asynchronous_saves.host_copy import HostCopy, copy_to_host
+from keepstep.asynchronous_saves.host_memory import HostMemory
 
 
 class Slow:

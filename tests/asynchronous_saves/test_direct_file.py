@@ -11,8 +11,8 @@ import pytest
 import safetensors.torch
 import torch
 
-from mooring.asynchronous_saves import direct_file
-from mooring.asynchronous_saves.safetensors_file import write_tensors
+from keepstep.asynchronous_saves import direct_file
+from keepstep.asynchronous_saves.safetensors_file import write_tensors
 
 MIB = 1024 * 1024
 

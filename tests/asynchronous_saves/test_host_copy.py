@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from mooring.asynchronous_saves import host_copy
-from mooring.asynchronous_saves.host_copy import copy_tensors_to_host, copy_to_host
-from mooring.asynchronous_saves.host_memory import HostMemory
+from keepstep.asynchronous_saves import host_copy
+from keepstep.asynchronous_saves.host_copy import copy_tensors_to_host, copy_to_host
+from keepstep.asynchronous_saves.host_memory import HostMemory
 
 
 def copied(value: Any) -> Any:

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from mooring.asynchronous_saves import host_memory
-from mooring.asynchronous_saves.host_memory import HostMemory, free_memory_bytes
+from keepstep.asynchronous_saves import host_memory
+from keepstep.asynchronous_saves.host_memory import HostMemory, free_memory_bytes
 
 MIB = 1024 * 1024
 

@@ -14,9 +14,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
-from mooring.asynchronous_saves.background_writer import BackgroundSave, BackgroundWriter
-from mooring.asynchronous_saves.host_memory import HostMemory
-from mooring.asynchronous_saves.save_functions import handing_in
+from keepstep.asynchronous_saves.background_writer import BackgroundSave, BackgroundWriter
+from keepstep.asynchronous_saves.host_memory import HostMemory
+from keepstep.asynchronous_saves.save_functions import handing_in
 
 STATE: dict[str, Any] = {"weight": torch.arange(1000.0), "step": 3}
 

@@ -40,7 +40,7 @@ def test_a_stall_is_the_pause_after_a_step_that_saves_less_the_usual_pause() -> 
     ],
 )
 def test_each_goal_is_met_or_missed_by_itself(ours: Turn, met: list[bool]) -> None:
-    rounds = Rounds(mooring=[ours], sdk=[SDK])
+    rounds = Rounds(keepstep=[ours], sdk=[SDK])
     assert [one for _, _, one in rounds.goals()] == met
 
 
@@ -48,7 +48,7 @@ def test_the_median_is_that_of_each_round_s_ratio() -> None:
     # One busy round makes the ratio of the medians 2.
     seconds = [(1.0, 2.0), (8.0, 4.0), (4.0, 8.0)]
     rounds = Rounds(
-        mooring=[turn(ours, 1.0, 1.0) for ours, _ in seconds], sdk=[turn(theirs, 1.0, 1.0) for _, theirs in seconds]
+        keepstep=[turn(ours, 1.0, 1.0) for ours, _ in seconds], sdk=[turn(theirs, 1.0, 1.0) for _, theirs in seconds]
     )
     assert rounds.ratio("later_stall") == 0.5
     text = " ".join(page(rounds, {"SDK": "1.2.3"}).split())

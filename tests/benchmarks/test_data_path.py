@@ -12,9 +12,9 @@ from benchmarks.data_path.process import measure
 from benchmarks.data_path.server import Server
 from tests.servers.server import ENVIRONMENT, make_client
 
-from mooring_agent.adapters.open_store import open_store
-from mooring_agent.core.settings.values import StoreSettings
-from mooring_agent.ports import StoreCapabilities
+from keepstep_agent.adapters.open_store import open_store
+from keepstep_agent.core.settings.values import StoreSettings
+from keepstep_agent.ports import StoreCapabilities
 
 pytestmark = pytest.mark.skipif(
     shutil.which("cc") is None or not Path("/usr/include/openssl/ssl.h").exists(),

@@ -48,12 +48,12 @@ def test_an_idle_watch_looks_seldom(short_directory: Path) -> None:
     assert idle.watch_cpu_seconds < 4 * looks * idle.look_cpu_seconds + 0.1
 
 
-def test_no_kill_leaves_a_torn_checkpoint_with_mooring(short_directory: Path) -> None:
+def test_no_kill_leaves_a_torn_checkpoint_with_keepstep(short_directory: Path) -> None:
     scenario = Scenario(
         kills=4, at_once=2, write_seconds=1.0, train_seconds=5.0, shortest_seconds=8.0, longest_seconds=16.0
     )
     results = compare(short_directory, scenario, rivals=[])
-    assert [result.contestant for result in results] == ["Mooring, machine killed", "Mooring, program killed"]
+    assert [result.contestant for result in results] == ["Keepstep, machine killed", "Keepstep, program killed"]
     assert [result.torn for result in results] == [[], []]
     assert all(len(result.outcomes) == scenario.kills and result.sent_bytes for result in results)
 

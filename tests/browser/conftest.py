@@ -14,7 +14,7 @@ from tests.servers.process import Daemon, wait_until
 from tests.servers.rclone import RcloneServer
 from tests.servers.server import Bucket
 
-from mooring_agent.core.model import Kind
+from keepstep_agent.core.model import Kind
 
 DAY = 24 * 3600.0
 HOSTILE = (
@@ -30,10 +30,10 @@ HOSTILE = (
 
 
 class ConsoleProcess:
-    """A real `mooring console` of what is in the bucket, on a port that the system chooses."""
+    """A real `keepstep console` of what is in the bucket, on a port that the system chooses."""
 
     def __init__(self, bucket: Bucket, log: Path, *arguments: str) -> None:
-        command = [sys.executable, "-m", "mooring_agent", "console", bucket.destination, "--address", "127.0.0.1:0"]
+        command = [sys.executable, "-m", "keepstep_agent", "console", bucket.destination, "--address", "127.0.0.1:0"]
         command += ["--endpoint-url", bucket.endpoint_url, "--refresh-every", "1s", *arguments]
         self._daemon = Daemon(command, log)
         wait_until(lambda: bool(self._said()) or not self._daemon.running(), "the console listens")
@@ -113,7 +113,7 @@ def write_runs(folder: Path) -> None:
     write(folder, "teams/complete/", run_objects(steps={500: now - 3600.0}, kinds={500: Kind.FINAL}))
     write(folder, "teams/stopped/", run_objects([_ended(now - 600.0).life], steps={100: now - 700.0}))
     write(folder, "teams/abandoned/", run_objects(steps={100: now - 30 * DAY}))
-    write(folder, "teams/unreadable/", {".mooring/commits/999999999899.save-100.json": (b"{", now)})
+    write(folder, "teams/unreadable/", {".keepstep/commits/999999999899.save-100.json": (b"{", now)})
     for name in HOSTILE:
         write(folder, f"hostile/{name}/", run_objects(steps={100: now - 60.0}))
 

@@ -136,7 +136,7 @@ def test_a_page_follows_a_run_without_being_loaded_again(shown: Show, tmp_path: 
     page = shown()
     browser = page.browser
     program = [sys.executable, str(TRAINING), "--steps", "100000", "--save-every", "5", "--step-seconds", "0.1"]
-    command = [sys.executable, "-m", "mooring_agent", "run", "--to", f"{page.bucket.destination}/goes-on"]
+    command = [sys.executable, "-m", "keepstep_agent", "run", "--to", f"{page.bucket.destination}/goes-on"]
     command += ["--endpoint-url", page.bucket.endpoint_url, "--volume", str(tmp_path / "volume"), "--", *program]
     training = Daemon(command, tmp_path / "run.log")
     try:

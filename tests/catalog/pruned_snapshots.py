@@ -3,14 +3,14 @@
 from tests.catalog.stored_snapshots import output, store_snapshot
 from tests.fakes.fake_store import FakeStore
 
-from mooring_agent.catalog.deep_check import check
-from mooring_agent.catalog.markers import list_snapshots
-from mooring_agent.catalog.pruning import PruneReport, prune
-from mooring_agent.catalog.recent_pruning import prune_recent
-from mooring_agent.core.model import RankManifest
-from mooring_agent.core.policies.retention.horizon import Horizon
-from mooring_agent.core.settings.values import RetentionSettings
-from mooring_agent.core.stored.object_layout import PRUNED_PREFIX
+from keepstep_agent.catalog.deep_check import check
+from keepstep_agent.catalog.markers import list_snapshots
+from keepstep_agent.catalog.pruning import PruneReport, prune
+from keepstep_agent.catalog.recent_pruning import prune_recent
+from keepstep_agent.core.model import RankManifest
+from keepstep_agent.core.policies.retention.horizon import Horizon
+from keepstep_agent.core.settings.values import RetentionSettings
+from keepstep_agent.core.stored.object_layout import PRUNED_PREFIX
 
 DAY = 24 * 3600.0
 

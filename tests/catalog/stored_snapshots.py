@@ -8,8 +8,8 @@ from io import BytesIO
 
 from tests.restore.stored_checkpoints import PART_BYTES, reference_of
 
-from mooring_agent.adapters.checksum import crc64nvme
-from mooring_agent.core.model import (
+from keepstep_agent.adapters.checksum import crc64nvme
+from keepstep_agent.core.model import (
     FileEntry,
     Kind,
     Owner,
@@ -18,10 +18,10 @@ from mooring_agent.core.model import (
     SaveInfo,
     SnapshotId,
 )
-from mooring_agent.core.stored.manifest import commit_marker, encode_manifest, encode_marker
-from mooring_agent.core.stored.object_layout import base_key, file_key, manifest_key, marker_key, pack_key
-from mooring_agent.core.stored.reservation import encode_reservation
-from mooring_agent.ports import StoreWriter
+from keepstep_agent.core.stored.manifest import commit_marker, encode_manifest, encode_marker
+from keepstep_agent.core.stored.object_layout import base_key, file_key, manifest_key, marker_key, pack_key
+from keepstep_agent.core.stored.reservation import encode_reservation
+from keepstep_agent.ports import StoreWriter
 
 
 def output(**versions: int) -> dict[str, bytes]:

@@ -17,18 +17,18 @@ from tests.restore.stored_checkpoints import (
     truncate,
 )
 
-from mooring_agent.adapters.records import recorded_save
-from mooring_agent.catalog.deep_check import check
-from mooring_agent.catalog.markers import list_committed
-from mooring_agent.catalog.pruning import prune
-from mooring_agent.catalog.reading import examine, load
-from mooring_agent.core.errors import ErrorKind, StoreError
-from mooring_agent.core.policies.restore_choice import Pin, encode_pin
-from mooring_agent.core.settings.values import RetentionSettings
-from mooring_agent.core.stored.object_layout import file_key, manifest_key, marker_key, pin_key
-from mooring_agent.ports import ObjectInfo
-from mooring_agent.restore.init_step import restore
-from mooring_api.names import RESUMED
+from keepstep_agent.adapters.records import recorded_save
+from keepstep_agent.catalog.deep_check import check
+from keepstep_agent.catalog.markers import list_committed
+from keepstep_agent.catalog.pruning import prune
+from keepstep_agent.catalog.reading import examine, load
+from keepstep_agent.core.errors import ErrorKind, StoreError
+from keepstep_agent.core.policies.restore_choice import Pin, encode_pin
+from keepstep_agent.core.settings.values import RetentionSettings
+from keepstep_agent.core.stored.object_layout import file_key, manifest_key, marker_key, pin_key
+from keepstep_agent.ports import ObjectInfo
+from keepstep_agent.restore.init_step import restore
+from keepstep_api.names import RESUMED
 
 DAY = 24 * 3600.0
 
@@ -37,7 +37,7 @@ async def test_committed_saves_are_listed_newest_first_and_others_not(store: Fak
     for step in (30, 100, 9):
         await store_checkpoint(store, step)
     await store_checkpoint(store, 200, committed=False)
-    await store.put(".mooring/commits/notes.txt", b"not ours")
+    await store.put(".keepstep/commits/notes.txt", b"not ours")
     assert [one.step for one in await list_committed(store)] == [100, 30, 9]
 
 

@@ -3,8 +3,8 @@
 import pytest
 from tests.fakes.fake_store import FakeStore
 
-from mooring_agent.catalog.damage import clear_damage, damaged_saves, note_damage, read_damage
-from mooring_agent.core.errors import ErrorKind, StoreError
+from keepstep_agent.catalog.damage import clear_damage, damaged_saves, note_damage, read_damage
+from keepstep_agent.core.errors import ErrorKind, StoreError
 
 
 async def test_a_note_is_found_in_its_own_run_and_gone_when_the_save_is_found_whole() -> None:

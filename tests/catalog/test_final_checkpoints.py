@@ -5,15 +5,15 @@ from tests.core.listings import why_kept
 from tests.fakes.fake_store import FakeStore
 from tests.restore.stored_checkpoints import store_checkpoint
 
-from mooring_agent.catalog.deep_check import check
-from mooring_agent.catalog.markers import list_committed
-from mooring_agent.catalog.pruning import PruneReport, prune
-from mooring_agent.catalog.recent_pruning import prune_recent
-from mooring_agent.core.errors import ErrorKind, StoreError
-from mooring_agent.core.model import Kind, SaveInfo
-from mooring_agent.core.policies.retention.horizon import Horizon
-from mooring_agent.core.settings.values import RetentionSettings
-from mooring_agent.core.stored.object_layout import marker_key
+from keepstep_agent.catalog.deep_check import check
+from keepstep_agent.catalog.markers import list_committed
+from keepstep_agent.catalog.pruning import PruneReport, prune
+from keepstep_agent.catalog.recent_pruning import prune_recent
+from keepstep_agent.core.errors import ErrorKind, StoreError
+from keepstep_agent.core.model import Kind, SaveInfo
+from keepstep_agent.core.policies.retention.horizon import Horizon
+from keepstep_agent.core.settings.values import RetentionSettings
+from keepstep_agent.core.stored.object_layout import marker_key
 
 _KEEP = RetentionSettings(keep_last=1)
 

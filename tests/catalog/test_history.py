@@ -9,19 +9,19 @@ from tests.core.listings import why_kept
 from tests.fakes.fake_store import FakeStore
 from tests.restore.stored_checkpoints import store_checkpoint
 
-from mooring_agent.catalog import markers
-from mooring_agent.catalog.damage import note_damage
-from mooring_agent.catalog.deep_check import check
-from mooring_agent.catalog.markers import list_committed, list_down_to, list_step, newest_committed
-from mooring_agent.catalog.pruning import PruneReport, prune
-from mooring_agent.catalog.recent_pruning import prune_recent
-from mooring_agent.core.model import Kind, SaveInfo
-from mooring_agent.core.policies.retention import horizon as horizon_rules
-from mooring_agent.core.policies.retention.horizon import Horizon, horizon_of
-from mooring_agent.core.settings.values import RetentionSettings
-from mooring_agent.core.stored.object_layout import is_manifest, marker_key, save_prefix
-from mooring_agent.ports import ObjectInfo
-from mooring_agent.restore.init_step import Restored, restore
+from keepstep_agent.catalog import markers
+from keepstep_agent.catalog.damage import note_damage
+from keepstep_agent.catalog.deep_check import check
+from keepstep_agent.catalog.markers import list_committed, list_down_to, list_step, newest_committed
+from keepstep_agent.catalog.pruning import PruneReport, prune
+from keepstep_agent.catalog.recent_pruning import prune_recent
+from keepstep_agent.core.model import Kind, SaveInfo
+from keepstep_agent.core.policies.retention import horizon as horizon_rules
+from keepstep_agent.core.policies.retention.horizon import Horizon, horizon_of
+from keepstep_agent.core.settings.values import RetentionSettings
+from keepstep_agent.core.stored.object_layout import is_manifest, marker_key, save_prefix
+from keepstep_agent.ports import ObjectInfo
+from keepstep_agent.restore.init_step import Restored, restore
 
 
 class ListingStore(FakeStore):
@@ -47,7 +47,7 @@ async def store_markers(store: FakeStore, steps: Iterable[int]) -> None:
 
 
 async def run(store: FakeStore, volume: Path) -> Restored | None:
-    agent = volume / ".mooring" / "agent"
+    agent = volume / ".keepstep" / "agent"
     return await restore(store, checkpoint_directory=volume / "checkpoints", volume=volume, state_directory=agent)
 
 
@@ -102,7 +102,7 @@ async def test_a_restore_of_the_newest_lists_one_page_of_markers_and_its_own_obj
     store = ListingStore()
     await store_markers(store, range(1, 5_001))
     await store_checkpoint(store, 6_000)
-    own = sum(not key.startswith(".mooring/") for key in store.objects)
+    own = sum(not key.startswith(".keepstep/") for key in store.objects)
     restored = await run(store, tmp_path)
     assert restored is not None
     assert restored.step == 6_000
@@ -256,7 +256,7 @@ class _Shrinks(ListingStore):
     async def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
         async for one in super().list(prefix):
             yield one
-        if prefix == ".mooring/commits/":
+        if prefix == ".keepstep/commits/":
             self.objects.pop(marker_key(self.lost), None)
 
     lost: SaveInfo

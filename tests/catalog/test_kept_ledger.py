@@ -7,12 +7,12 @@ import pytest
 from tests.catalog.test_ledger import LIVES, by_agent, many, merge, note
 from tests.fakes.fake_store import FakeStore
 
-from mooring_agent.catalog import kept_ledger
-from mooring_agent.catalog.kept_ledger import KeptLedger
-from mooring_agent.core.errors import ErrorKind, StoreError
-from mooring_agent.core.policies.goodput import report_goodput
-from mooring_agent.core.policies.run_history import run_history
-from mooring_agent.core.stored.object_layout import LEDGER_PREFIX
+from keepstep_agent.catalog import kept_ledger
+from keepstep_agent.catalog.kept_ledger import KeptLedger
+from keepstep_agent.core.errors import ErrorKind, StoreError
+from keepstep_agent.core.policies.goodput import report_goodput
+from keepstep_agent.core.policies.run_history import run_history
+from keepstep_agent.core.stored.object_layout import LEDGER_PREFIX
 
 
 async def look(kept: KeptLedger, store: FakeStore, run: str = "") -> int:

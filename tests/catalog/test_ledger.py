@@ -10,16 +10,16 @@ from tests.core.noted_lives import killed_and_resumed
 from tests.fakes.fake_store import FakeStore
 from tests.restore.stored_checkpoints import store_checkpoint
 
-from mooring_agent.catalog.ledger import merge_ledger, read_ledger
-from mooring_agent.catalog.listing import list_all
-from mooring_agent.catalog.markers import list_committed
-from mooring_agent.catalog.pruning import prune
-from mooring_agent.core.errors import ErrorKind, StoreError
-from mooring_agent.core.limits import LEDGER_OBJECTS, LEDGER_OBJECTS_BYTES
-from mooring_agent.core.settings.values import RetentionSettings
-from mooring_agent.core.stored.ledger import AgentLife, encode_life
-from mooring_agent.core.stored.object_layout import LEDGER_PREFIX, ledger_key
-from mooring_agent.ports import StoreWriter
+from keepstep_agent.catalog.ledger import merge_ledger, read_ledger
+from keepstep_agent.catalog.listing import list_all
+from keepstep_agent.catalog.markers import list_committed
+from keepstep_agent.catalog.pruning import prune
+from keepstep_agent.core.errors import ErrorKind, StoreError
+from keepstep_agent.core.limits import LEDGER_OBJECTS, LEDGER_OBJECTS_BYTES
+from keepstep_agent.core.settings.values import RetentionSettings
+from keepstep_agent.core.stored.ledger import AgentLife, encode_life
+from keepstep_agent.core.stored.object_layout import LEDGER_PREFIX, ledger_key
+from keepstep_agent.ports import StoreWriter
 
 LIVES = tuple(life.life for life in killed_and_resumed())
 HOUR = 3600.0
@@ -71,7 +71,7 @@ async def test_of_too_large_a_ledger_the_newest_objects_are_read(
 ) -> None:
     store = FakeStore()
     keys = await note(store)
-    monkeypatch.setattr("mooring_agent.catalog.ledger.LEDGER_OBJECTS", objects)
+    monkeypatch.setattr("keepstep_agent.catalog.ledger.LEDGER_OBJECTS", objects)
     found = await read_ledger(store, most_bytes=most_bytes)
     entries = [entry for life in found.lives for entry in life.entries]
     assert 0 < len(entries) == len(keys) - found.left_out < len(keys)

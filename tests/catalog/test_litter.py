@@ -5,12 +5,12 @@ from collections.abc import AsyncIterator
 from tests.fakes.fake_store import FakeStore
 from tests.restore.stored_checkpoints import store_checkpoint
 
-from mooring_agent.catalog.markers import list_committed
-from mooring_agent.catalog.pruning import prune, remove_litter
-from mooring_agent.core.policies.restore_choice import Pin, encode_pin
-from mooring_agent.core.settings.values import RetentionSettings
-from mooring_agent.core.stored.object_layout import pin_key, place_key
-from mooring_agent.ports import ObjectInfo
+from keepstep_agent.catalog.markers import list_committed
+from keepstep_agent.catalog.pruning import prune, remove_litter
+from keepstep_agent.core.policies.restore_choice import Pin, encode_pin
+from keepstep_agent.core.settings.values import RetentionSettings
+from keepstep_agent.core.stored.object_layout import pin_key, place_key
+from keepstep_agent.ports import ObjectInfo
 
 DAY = 24 * 3600.0
 
@@ -22,7 +22,7 @@ async def pinned(store: FakeStore, attempt: str) -> str:
 
 
 async def pins_left(store: FakeStore) -> list[str]:
-    return [one.key async for one in store.list(".mooring/resume/")]
+    return [one.key async for one in store.list(".keepstep/resume/")]
 
 
 async def test_the_pins_of_attempts_that_are_long_over_go(store: FakeStore) -> None:
@@ -71,13 +71,13 @@ async def test_a_pin_that_is_removed_while_prune_looks_stops_nothing() -> None:
 
 async def test_what_killed_probes_left_goes_and_a_live_one_keeps_its_own(store: FakeStore) -> None:
     await store_checkpoint(store, 1)
-    await store.put(".mooring/probe/0123456789abcdef", b"")
-    await store.create_upload(".mooring/probe/0123456789abcdef")
+    await store.put(".keepstep/probe/0123456789abcdef", b"")
+    await store.create_upload(".keepstep/probe/0123456789abcdef")
     store.now += 2 * DAY
-    await store.put(".mooring/probe/fedcba9876543210", b"")
-    live = await store.create_upload(".mooring/probe/fedcba9876543210")
+    await store.put(".keepstep/probe/fedcba9876543210", b"")
+    live = await store.create_upload(".keepstep/probe/fedcba9876543210")
     await prune(store, RetentionSettings(), now=store.now)
-    assert [one.key async for one in store.list(".mooring/probe/")] == [".mooring/probe/fedcba9876543210"]
+    assert [one.key async for one in store.list(".keepstep/probe/")] == [".keepstep/probe/fedcba9876543210"]
     assert list(store.uploads) == [live]
 
 
@@ -86,12 +86,12 @@ async def test_litter_goes_and_saves_stay_where_only_litter_is_to_go(store: Fake
     await store_checkpoint(store, 2, committed=False)
     unfinished = await store.create_upload("checkpoint-3/0123abcd-c000003/model.pt")
     await pinned(store, "first")
-    await store.put(".mooring/probe/0123456789abcdef", b"")
-    await store.create_upload(".mooring/probe/0123456789abcdef")
+    await store.put(".keepstep/probe/0123456789abcdef", b"")
+    await store.create_upload(".keepstep/probe/0123456789abcdef")
     store.now += 2 * DAY
     second = await pinned(store, "second")
     store.now += 2 * DAY
-    kept = {key for key in store.objects if not key.startswith(".mooring/probe/")} - {pin_key("first", 0)}
+    kept = {key for key in store.objects if not key.startswith(".keepstep/probe/")} - {pin_key("first", 0)}
     store.calls.clear()
     assert await remove_litter(store, RetentionSettings(), now=store.now) == 3
     assert set(store.objects) == kept

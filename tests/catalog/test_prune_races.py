@@ -15,16 +15,16 @@ from tests.core.retention_oracle import must_stay, wanted_by_policies
 from tests.fakes.memory_store import MemoryStore
 from tests.restore.stored_checkpoints import store_checkpoint
 
-from mooring_agent.catalog.deep_check import check
-from mooring_agent.catalog.markers import list_committed, list_weights_only, newest_committed
-from mooring_agent.catalog.pruning import prune
-from mooring_agent.catalog.reading import CommittedCheckpoint
-from mooring_agent.catalog.recent_pruning import prune_recent
-from mooring_agent.core.model import Kind, SaveInfo
-from mooring_agent.core.policies.restore_choice import CommittedSave, Pin, decode_pin
-from mooring_agent.core.policies.retention.horizon import Horizon
-from mooring_agent.core.settings.values import Duration, RetentionSettings
-from mooring_agent.core.stored.object_layout import (
+from keepstep_agent.catalog.deep_check import check
+from keepstep_agent.catalog.markers import list_committed, list_weights_only, newest_committed
+from keepstep_agent.catalog.pruning import prune
+from keepstep_agent.catalog.reading import CommittedCheckpoint
+from keepstep_agent.catalog.recent_pruning import prune_recent
+from keepstep_agent.core.model import Kind, SaveInfo
+from keepstep_agent.core.policies.restore_choice import CommittedSave, Pin, decode_pin
+from keepstep_agent.core.policies.retention.horizon import Horizon
+from keepstep_agent.core.settings.values import Duration, RetentionSettings
+from keepstep_agent.core.stored.object_layout import (
     DAMAGED_PREFIX,
     RESUME_PREFIX,
     damage_key,
@@ -33,10 +33,10 @@ from mooring_agent.core.stored.object_layout import (
     marker_key,
     weights_key,
 )
-from mooring_agent.ports import ObjectInfo
-from mooring_agent.restore.agreement import Agreement
-from mooring_agent.restore.candidates import Candidates
-from mooring_agent.restore.init_step import restore
+from keepstep_agent.ports import ObjectInfo
+from keepstep_agent.restore.agreement import Agreement
+from keepstep_agent.restore.candidates import Candidates
+from keepstep_agent.restore.init_step import restore
 
 _DAY = 24 * 3600.0
 _SEEDS_PER_TEST = 10

@@ -9,11 +9,11 @@ from tests.core.listings import why_kept
 from tests.fakes.fake_store import FakeStore
 from tests.restore.stored_checkpoints import flip_byte, store_checkpoint
 
-from mooring_agent.catalog.markers import list_committed, list_snapshots
-from mooring_agent.catalog.pruning import PruneReport
-from mooring_agent.core.errors import ErrorKind, StoreError
-from mooring_agent.core.stored.object_layout import base_key, manifest_key, tombstone_key
-from mooring_agent.core.stored.reservation import encode_reservation
+from keepstep_agent.catalog.markers import list_committed, list_snapshots
+from keepstep_agent.catalog.pruning import PruneReport
+from keepstep_agent.core.errors import ErrorKind, StoreError
+from keepstep_agent.core.stored.object_layout import base_key, manifest_key, tombstone_key
+from keepstep_agent.core.stored.reservation import encode_reservation
 
 
 @pytest.mark.parametrize("series", ["node-0", "node-1"])
@@ -93,7 +93,7 @@ async def test_a_prune_killed_at_any_step_leaves_all_whole_and_the_next_one_fini
         assert await left(store) == [7, 6]
         assert tombstones(store) == []
         assert [objects_of(store, one) for one in manifests] == [
-            {"out/a.pt", ".mooring/manifest-00000-00001.json"},
+            {"out/a.pt", ".keepstep/manifest-00000-00001.json"},
             *[set[str]()] * 4,
         ]
         await store.close()

@@ -7,11 +7,11 @@ from tests.core.listings import why_kept
 from tests.fakes.fake_store import FakeStore
 from tests.restore.stored_checkpoints import flip_byte, store_checkpoint, truncate
 
-from mooring_agent.catalog.damage import note_damage
-from mooring_agent.catalog.markers import list_committed, list_snapshots
-from mooring_agent.catalog.pruning import prune
-from mooring_agent.core.settings.values import RetentionSettings
-from mooring_agent.core.stored.object_layout import PRUNED_PREFIX, base_key, file_key, marker_key, pack_key
+from keepstep_agent.catalog.damage import note_damage
+from keepstep_agent.catalog.markers import list_committed, list_snapshots
+from keepstep_agent.catalog.pruning import prune
+from keepstep_agent.core.settings.values import RetentionSettings
+from keepstep_agent.core.stored.object_layout import PRUNED_PREFIX, base_key, file_key, marker_key, pack_key
 
 
 async def test_what_a_remaining_snapshot_names_stays_and_everything_else_goes(store: FakeStore) -> None:
@@ -20,14 +20,14 @@ async def test_what_a_remaining_snapshot_names_stays_and_everything_else_goes(st
     report = await pruned(store, keep_last=2)
     assert await left(store) == [4, 3]
     # With what stays, the manifest stays that shows whose it is.
-    assert objects_of(store, first) == {"out/a.pt", ".mooring/manifest-00000-00001.json"}
-    assert objects_of(store, second) == {"out/b.pt", ".mooring/manifest-00000-00001.json"}
-    assert objects_of(store, third) == {"out/c.pt", ".mooring/manifest-00000-00001.json", ".mooring/base.json"}
+    assert objects_of(store, first) == {"out/a.pt", ".keepstep/manifest-00000-00001.json"}
+    assert objects_of(store, second) == {"out/b.pt", ".keepstep/manifest-00000-00001.json"}
+    assert objects_of(store, third) == {"out/c.pt", ".keepstep/manifest-00000-00001.json", ".keepstep/base.json"}
     assert objects_of(store, fourth) == {
         "out/b.pt",
         "out/c.pt",
-        ".mooring/manifest-00000-00001.json",
-        ".mooring/base.json",
+        ".keepstep/manifest-00000-00001.json",
+        ".keepstep/base.json",
     }
     assert tombstones(store) == []
     assert {one.save for one in report.plan.deletions} == {first.info.save, second.info.save}
@@ -59,7 +59,7 @@ async def test_of_what_is_left_a_prune_takes_each_object_when_it_is_free(store: 
     await store_snapshot(store, 3, output(a=1, b=2, c=1), base=second)
     await pruned(store)
     assert await left(store) == [3]
-    assert objects_of(store, first) == {"out/a.pt", ".mooring/manifest-00000-00001.json"}
+    assert objects_of(store, first) == {"out/a.pt", ".keepstep/manifest-00000-00001.json"}
     report = await pruned(store)
     assert why_kept(report.plan)[first.info.save] == "other snapshots share what is left of it"
 
@@ -152,7 +152,7 @@ async def test_tombstones_come_first_then_a_look_then_markers_objects_and_manife
     put, last_put = ([index for index, call in enumerate(store.calls) if call[0] == "put"][index] for index in (0, -1))
     assert {method for method, _ in store.calls[put : last_put + 1]} == {"put"}
     looks = [key for method, key in store.calls[last_put:] if method == "list"]
-    assert looks[:2] == ["", ".mooring/"]
+    assert looks[:2] == ["", ".keepstep/"]
 
 
 async def test_a_prune_costs_no_request_more_where_there_are_no_snapshots(store: FakeStore) -> None:
@@ -161,7 +161,7 @@ async def test_a_prune_costs_no_request_more_where_there_are_no_snapshots(store:
     store.calls.clear()
     await pruned(store)
     listed = [key for method, key in store.calls if method == "list"]
-    assert listed == [".mooring/commits/", "", "checkpoint-3/0123abcd-000003/"]
+    assert listed == [".keepstep/commits/", "", "checkpoint-3/0123abcd-000003/"]
     # Marker and manifest of the newest, and the markers of what goes: they say whether it is final.
     assert len([key for method, key in store.calls if method == "get"]) == 2 + 2
 
@@ -170,7 +170,7 @@ async def test_snapshots_that_are_all_kept_cost_no_second_look(store: FakeStore)
     await chain(store, 2)
     store.calls.clear()
     await pruned(store, keep_last=2)
-    assert [key for method, key in store.calls if method == "list"] == [".mooring/commits/", ""]
+    assert [key for method, key in store.calls if method == "list"] == [".keepstep/commits/", ""]
     assert not [key for method, key in store.calls if method == "get"]
 
 
@@ -184,7 +184,7 @@ async def test_after_a_commit_the_series_alone_is_pruned_and_what_others_name_st
     store.calls.clear()
     report = await pruned_recent(store)
     listed = {key for method, key in store.calls if method == "list"}
-    assert not listed & {"", ".mooring/", ".mooring/commits/"}
+    assert not listed & {"", ".keepstep/", ".keepstep/commits/"}
     assert [await left(store, series) for series in ("node-0", "node-1", "node-7")] == [[4], [3, 2, 1], [9]]
     assert [one.step for one in await list_committed(store)] == [200, 100]
     assert len(report.plan.deletions) == 3

@@ -9,10 +9,10 @@ from tests.core.listings import why_kept
 from tests.fakes.fake_store import FakeStore
 from tests.restore.stored_checkpoints import store_checkpoint
 
-from mooring_agent.core.model import RankManifest
-from mooring_agent.core.stored.object_layout import base_key, file_key
-from mooring_agent.core.stored.reservation import encode_reservation
-from mooring_agent.ports import ObjectInfo
+from keepstep_agent.core.model import RankManifest
+from keepstep_agent.core.stored.object_layout import base_key, file_key
+from keepstep_agent.core.stored.reservation import encode_reservation
+from keepstep_agent.ports import ObjectInfo
 
 
 async def test_a_reserved_snapshot_stays_until_the_one_in_progress_is_committed(store: FakeStore) -> None:
@@ -51,7 +51,7 @@ async def test_a_snapshot_in_progress_stays_while_nothing_newer_of_its_series_is
     await chain(store, 3, series="node-1")
     await store_checkpoint(store, 1)
     await pruned(store)
-    assert {"out/d.pt", ".mooring/base.json"} < objects_of(store, in_progress)
+    assert {"out/d.pt", ".keepstep/base.json"} < objects_of(store, in_progress)
     await commit(store, in_progress)
     assert await left(store) == [9, 4]
 

@@ -7,14 +7,14 @@ import pytest
 from tests.fakes.fake_store import FakeStore
 from tests.restore.stored_checkpoints import store_checkpoint
 
-from mooring_agent.adapters.open_store import open_store
-from mooring_agent.catalog import runs
-from mooring_agent.catalog.runs import find_runs
-from mooring_agent.core.errors import ErrorKind, StoreError
-from mooring_agent.core.settings.values import StoreSettings
-from mooring_agent.core.stored.object_layout import PROBE_PREFIX
+from keepstep_agent.adapters.open_store import open_store
+from keepstep_agent.catalog import runs
+from keepstep_agent.catalog.runs import find_runs
+from keepstep_agent.core.errors import ErrorKind, StoreError
+from keepstep_agent.core.settings.values import StoreSettings
+from keepstep_agent.core.stored.object_layout import PROBE_PREFIX
 
-MARKER = ".mooring/commits/999999999899.0123abcd-000100.json"
+MARKER = ".keepstep/commits/999999999899.0123abcd-000100.json"
 
 
 async def stored(*keys: str) -> FakeStore:
@@ -26,7 +26,7 @@ async def stored(*keys: str) -> FakeStore:
 
 
 async def test_a_destination_is_one_run_and_a_prefix_has_those_below_it() -> None:
-    store = await stored(f"b/two/{MARKER}", "a/.mooring/ledger/job/1.json", "b/notes/readme", "top", "c/plain/file")
+    store = await stored(f"b/two/{MARKER}", "a/.keepstep/ledger/job/1.json", "b/notes/readme", "top", "c/plain/file")
     found = await find_runs(store)
     assert (found.runs, found.complete) == (("a/", "b/two/"), True)
     await store.put(MARKER, b"x")
@@ -56,7 +56,7 @@ async def test_a_known_run_costs_no_request_and_no_object_is_listed_to_find_the_
         ("list_folders", ""),
         ("list_folders", "team/"),
         ("list_folders", "team/49/"),
-        ("list", "team/49/.mooring/"),
+        ("list", "team/49/.keepstep/"),
     ]
 
 
@@ -116,6 +116,6 @@ async def test_runs_are_found_in_a_directory_too(tmp_path: Path) -> None:
         for run in ("one/", "team/two/"):
             await store.put(f"{run}{MARKER}", b"x")
         # What an upload that was killed leaves beside the runs.
-        (tmp_path / "bucket" / ".mooring" / "uploads" / "left").mkdir(parents=True)
+        (tmp_path / "bucket" / ".keepstep" / "uploads" / "left").mkdir(parents=True)
         found = await find_runs(store)
     assert (found.runs, found.complete) == (("one/", "team/two/"), True)

@@ -12,17 +12,17 @@ from tests.catalog.stored_snapshots import commit, output, snapshot_id, snapshot
 from tests.catalog.turns import Turns, TurnStore
 from tests.fakes.memory_store import MemoryStore
 
-from mooring_agent.catalog.deep_check import check
-from mooring_agent.catalog.markers import list_snapshots
-from mooring_agent.catalog.pruning import prune
-from mooring_agent.catalog.recent_pruning import prune_recent
-from mooring_agent.core.errors import ErrorKind, StoreError
-from mooring_agent.core.model import RankManifest
-from mooring_agent.core.policies.retention.horizon import Horizon
-from mooring_agent.core.settings.values import RetentionSettings
-from mooring_agent.core.stored.manifest import encode_manifest
-from mooring_agent.core.stored.object_layout import manifest_key, marker_key, object_key
-from mooring_agent.runtime.work.duplicate_save_guard import reserve_base
+from keepstep_agent.catalog.deep_check import check
+from keepstep_agent.catalog.markers import list_snapshots
+from keepstep_agent.catalog.pruning import prune
+from keepstep_agent.catalog.recent_pruning import prune_recent
+from keepstep_agent.core.errors import ErrorKind, StoreError
+from keepstep_agent.core.model import RankManifest
+from keepstep_agent.core.policies.retention.horizon import Horizon
+from keepstep_agent.core.settings.values import RetentionSettings
+from keepstep_agent.core.stored.manifest import encode_manifest
+from keepstep_agent.core.stored.object_layout import manifest_key, marker_key, object_key
+from keepstep_agent.runtime.work.duplicate_save_guard import reserve_base
 
 _SEEDS_PER_TEST = 15
 

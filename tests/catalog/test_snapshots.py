@@ -7,15 +7,15 @@ from tests.catalog.stored_snapshots import commit, forge, output, snapshot_info,
 from tests.fakes.fake_store import FakeStore
 from tests.restore.stored_checkpoints import PART_BYTES, flip_byte, store_checkpoint, truncate
 
-from mooring_agent.catalog.deep_check import check
-from mooring_agent.catalog.markers import list_committed, list_snapshots, read_marker
-from mooring_agent.catalog.reading import examine, load
-from mooring_agent.core.errors import StoreError
-from mooring_agent.core.model import Owner, PackPlace, RankManifest
-from mooring_agent.core.policies.restore_choice import CommittedSave
-from mooring_agent.core.stored.manifest import encode_marker
-from mooring_agent.core.stored.object_layout import file_key, manifest_key, marker_key, object_key, pack_key
-from mooring_agent.core.stored.packs_and_parts import LARGEST_PACK_BYTES
+from keepstep_agent.catalog.deep_check import check
+from keepstep_agent.catalog.markers import list_committed, list_snapshots, read_marker
+from keepstep_agent.catalog.reading import examine, load
+from keepstep_agent.core.errors import StoreError
+from keepstep_agent.core.model import Owner, PackPlace, RankManifest
+from keepstep_agent.core.policies.restore_choice import CommittedSave
+from keepstep_agent.core.stored.manifest import encode_marker
+from keepstep_agent.core.stored.object_layout import file_key, manifest_key, marker_key, object_key, pack_key
+from keepstep_agent.core.stored.packs_and_parts import LARGEST_PACK_BYTES
 
 
 async def three(store: FakeStore) -> tuple[RankManifest, RankManifest, RankManifest]:
@@ -39,7 +39,7 @@ async def test_snapshots_are_listed_by_series_newest_first_and_not_as_checkpoint
     await store_snapshot(store, 4, output(a=1), series="node-10")
     await store_snapshot(store, 3, output(a=1), series="node-2")
     await store_snapshot(store, 5, output(a=1), series="node-2", committed=False)
-    await store.put(".mooring/snapshots/node-0/notes.txt", b"not ours")
+    await store.put(".keepstep/snapshots/node-0/notes.txt", b"not ours")
     found = await list_snapshots(store)
     assert [(series, [one.step for one in of_series]) for series, of_series in found.items()] == [
         ("node-0", [10, 9, 2]),
@@ -79,7 +79,7 @@ async def test_only_what_a_snapshot_needs_of_its_owners_is_kept(store: FakeStore
     checkpoint = await load(store, await newest(store))
     assert len(checkpoint.files) == 3
     listed = [key for method, key in store.calls if method == "list"]
-    assert listed == [".mooring/snapshots/", "node-0/0123abcd-000002/", "node-0/0123abcd-000001/"]
+    assert listed == [".keepstep/snapshots/", "node-0/0123abcd-000002/", "node-0/0123abcd-000001/"]
 
 
 async def test_packs_of_owners_are_read_and_judged(store: FakeStore) -> None:
@@ -148,7 +148,7 @@ async def test_an_owners_pack_that_is_too_large_for_any_reader_is_not_read(
     first = await store_snapshot(store, 1, {"out/x": b"x" * 11}, packed=["out/x"])
     await store_snapshot(store, 2, {"out/x": b"x" * 11, "out/y": b"y"}, base=first)
     key = pack_key(first.info, 0, 0)
-    monkeypatch.setattr("mooring_agent.catalog.reading.LARGEST_PACK_BYTES", len(store.objects[key].body) - 1)
+    monkeypatch.setattr("keepstep_agent.catalog.reading.LARGEST_PACK_BYTES", len(store.objects[key].body) - 1)
     store.calls.clear()
     (problem,) = await check(store, await newest(store))
     assert (problem.key, "of a pack" in problem.what) == (key, True)
@@ -161,7 +161,7 @@ async def test_memory_is_counted_with_the_packs_of_owners(store: FakeStore, monk
     snapshots = (await list_snapshots(store))["node-0"]
     assert not (await examine(store, snapshots[0])).shortage
     # Enough for everything but a pack, which is in memory twice.
-    monkeypatch.setattr("mooring_agent.catalog.reading.memory_limit_bytes", lambda: 99 * 1024**2)
+    monkeypatch.setattr("keepstep_agent.catalog.reading.memory_limit_bytes", lambda: 99 * 1024**2)
     for one in snapshots:
         assert (await examine(store, one)).shortage
 
@@ -171,10 +171,10 @@ async def test_memory_is_counted_with_the_packs_of_owners(store: FakeStore, monk
     [
         Owner(name="..", save="0123abcd-000001", rank=0, path="x"),
         Owner(name="node-0", save="..", rank=0, path="x"),
-        Owner(name=".mooring", save="commits", rank=0, path="x"),
+        Owner(name=".keepstep", save="commits", rank=0, path="x"),
         Owner(name="node-0/x", save="0123abcd-000001", rank=0, path="x"),
         Owner(name="node-0", save="0123abcd-000001", rank=0, path="../../x"),
-        Owner(name="node-0", save="0123abcd-000001", rank=0, path=".mooring/manifest-00000-00001.json"),
+        Owner(name="node-0", save="0123abcd-000001", rank=0, path=".keepstep/manifest-00000-00001.json"),
     ],
     ids=str,
 )
@@ -185,7 +185,7 @@ async def test_a_hostile_owner_is_refused_and_nothing_of_it_is_asked_for(store: 
     store.calls.clear()
     (problem,) = (await examine(store, await newest(store))).problems
     assert problem.key == manifest_key(manifest.info, 0, 1)
-    asked = [".mooring/snapshots/", "node-0/0123abcd-000002/", marker_key(manifest.info), problem.key]
+    asked = [".keepstep/snapshots/", "node-0/0123abcd-000002/", marker_key(manifest.info), problem.key]
     assert {key for _, key in store.calls} <= set(asked)
 
 

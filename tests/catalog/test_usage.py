@@ -1,4 +1,4 @@
-"""What `mooring du` reads: one listing, few markers, and the parts of unfinished uploads."""
+"""What `keepstep du` reads: one listing, few markers, and the parts of unfinished uploads."""
 
 from collections import Counter
 
@@ -8,13 +8,13 @@ from tests.fakes.fake_store import FakeStore
 from tests.fakes.memory_store import StoredObject, StoredUpload
 from tests.restore.stored_checkpoints import store_checkpoint
 
-from mooring_agent.adapters.retrying_store import RetryingStore
-from mooring_agent.catalog import usage
-from mooring_agent.catalog.usage import storage_use
-from mooring_agent.core.errors import ErrorKind, StoreError
-from mooring_agent.core.model import Kind, SaveInfo
-from mooring_agent.core.policies.storage_use import AgeLimits, Amount, RunState, UseKind
-from mooring_agent.core.stored.object_layout import file_key, marker_key
+from keepstep_agent.adapters.retrying_store import RetryingStore
+from keepstep_agent.catalog import usage
+from keepstep_agent.catalog.usage import storage_use
+from keepstep_agent.core.errors import ErrorKind, StoreError
+from keepstep_agent.core.model import Kind, SaveInfo
+from keepstep_agent.core.policies.storage_use import AgeLimits, Amount, RunState, UseKind
+from keepstep_agent.core.stored.object_layout import file_key, marker_key
 
 DAY = 24 * 3600.0
 

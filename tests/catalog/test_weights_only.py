@@ -12,20 +12,20 @@ from tests.fakes.fake_store import FakeStore
 from tests.fakes.memory_store import MemoryStore
 from tests.restore.stored_checkpoints import store_checkpoint
 
-from mooring_agent.catalog.deep_check import check
-from mooring_agent.catalog.markers import list_committed, list_weights_only, read_marker
-from mooring_agent.catalog.pruning import prune
-from mooring_agent.catalog.reading import load
-from mooring_agent.catalog.usage import storage_use
-from mooring_agent.catalog.weights_only import refuse_fresh_start
-from mooring_agent.core.errors import ErrorKind, StoreError
-from mooring_agent.core.policies.restore_choice import Pin, encode_pin
-from mooring_agent.core.policies.storage_use import AgeLimits, Amount, RunState, UseKind
-from mooring_agent.core.settings.values import Duration, RetentionSettings
-from mooring_agent.core.stored.object_layout import COMMITS_PREFIX, WEIGHTS_PREFIX, damage_key, file_key, pin_key
-from mooring_agent.core.stored.weights_marker import decode_weights_marker, encode_weights_marker
-from mooring_agent.restore.agreement import Agreement
-from mooring_agent.restore.init_step import Restored, restore
+from keepstep_agent.catalog.deep_check import check
+from keepstep_agent.catalog.markers import list_committed, list_weights_only, read_marker
+from keepstep_agent.catalog.pruning import prune
+from keepstep_agent.catalog.reading import load
+from keepstep_agent.catalog.usage import storage_use
+from keepstep_agent.catalog.weights_only import refuse_fresh_start
+from keepstep_agent.core.errors import ErrorKind, StoreError
+from keepstep_agent.core.policies.restore_choice import Pin, encode_pin
+from keepstep_agent.core.policies.storage_use import AgeLimits, Amount, RunState, UseKind
+from keepstep_agent.core.settings.values import Duration, RetentionSettings
+from keepstep_agent.core.stored.object_layout import COMMITS_PREFIX, WEIGHTS_PREFIX, damage_key, file_key, pin_key
+from keepstep_agent.core.stored.weights_marker import decode_weights_marker, encode_weights_marker
+from keepstep_agent.restore.agreement import Agreement
+from keepstep_agent.restore.init_step import Restored, restore
 
 _DAY = 24 * 3600.0
 _KEEP = RetentionSettings(keep_last=2, keep_every_steps=1, weights_only_after=Duration(_DAY))
@@ -224,7 +224,7 @@ async def test_a_prune_killed_at_any_write_loses_nothing_and_the_next_one_ends_i
             checkpoint = await load(store, one)
             prefix = f"checkpoint-{one.step}/{one.save}/"
             own = {key.removeprefix(prefix) for key in store.objects if key.startswith(prefix)}
-            assert {name for name in own if not name.startswith(".mooring/")} >= {
+            assert {name for name in own if not name.startswith(".keepstep/")} >= {
                 file.entry.path for file in checkpoint.files
             }
             assert "optimizer.pt" not in own

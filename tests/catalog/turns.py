@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from tests.fakes.memory_store import MemoryStore
 
-from mooring_agent.ports import ObjectInfo
+from keepstep_agent.ports import ObjectInfo
 
 _DAY: Final = 24 * 3600.0
 

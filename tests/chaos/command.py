@@ -1,4 +1,4 @@
-"""A command of Mooring's as a process beside the job: restore, prune, verify. Polled, never waited for."""
+"""A command of Keepstep's as a process beside the job: restore, prune, verify. Polled, never waited for."""
 
 import json
 import os
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.chaos.report import Loss, Report
-from tests.harness.warm_python import warm_mooring
+from tests.harness.warm_python import warm_keepstep
 
 HANG_SECONDS = 600.0
 """Nothing takes so long, on however busy a machine: what has not ended then hangs."""
@@ -23,7 +23,7 @@ def has_traceback(log: str) -> bool:
 
 
 class Command:
-    """`arguments` follow `mooring`; JSON on its standard output."""
+    """`arguments` follow `keepstep`; JSON on its standard output."""
 
     def __init__(self, directory: Path, *arguments: str) -> None:
         self.arguments = arguments
@@ -34,22 +34,22 @@ class Command:
             self._output.open("wb") as out,
             self._output.with_suffix(".err").open("wb") as errors,
         ):
-            words = ["-m", "mooring_agent", *arguments]
+            words = ["-m", "keepstep_agent", *arguments]
             files = [nothing.fileno(), out.fileno(), errors.fileno()]
-            self.process = warm_mooring().start(words, environment=os.environ, files=files)
+            self.process = warm_keepstep().start(words, environment=os.environ, files=files)
 
     def ended(self, report: Report) -> bool:
         """Whether it has; one that hangs is a loss and is killed."""
         code = self.process.poll()
         if code is None and time.monotonic() - self.began > HANG_SECONDS:
-            report.lose(Loss.HUNG, f"mooring {' '.join(self.arguments)}: {self.errors()[-500:]}")
+            report.lose(Loss.HUNG, f"keepstep {' '.join(self.arguments)}: {self.errors()[-500:]}")
             self.process.kill()
             self.process.wait(HANG_SECONDS)
         if self.process.poll() is None:
             return False
         report.count(f"{self.arguments[0]}: {'done' if code == 0 else 'killed or failed'}")
         if has_traceback(self.errors()):
-            report.lose(Loss.TRACEBACK, f"mooring {' '.join(self.arguments)}: {self.errors()[-2000:]}")
+            report.lose(Loss.TRACEBACK, f"keepstep {' '.join(self.arguments)}: {self.errors()[-2000:]}")
         return True
 
     def answer(self) -> dict[str, Any] | None:

@@ -86,12 +86,15 @@ class Faults:
         if self._store.kind.verifies:
             faults.append(Fault.FLIP_REQUEST)
         fault = self._random.choice(faults)
-        target = self._random.choice(["", "", "", "/.mooring/commits/", "/.mooring/manifest-", "uploadId="])
+        target = self._random.choice(["", "", "", "/.keepstep/commits/", "/.keepstep/manifest-", "uploadId="])
         method = self._random.choice(["", "PUT", "GET"])
         match fault:
             case Fault.FLIP_RESPONSE:
                 # Of an object: what a listing says, nothing covers.
-                method, target = "GET", self._random.choice(["/runs/one/", "/.mooring/commits/", "/.mooring/manifest-"])
+                method, target = (
+                    "GET",
+                    self._random.choice(["/runs/one/", "/.keepstep/commits/", "/.keepstep/manifest-"]),
+                )
             case Fault.FLIP_REQUEST:
                 # The body of an upload's last request is XML that nothing covers either.
                 method, target = "PUT", ""

@@ -232,7 +232,7 @@ class Job:
             "RANK": str(node.rank),
             "WORLD_SIZE": str(len(self.nodes)),
             "LOCAL_RANK": "0",
-            "MOORING_VOLUME": str(node.volume),
+            "KEEPSTEP_VOLUME": str(node.volume),
             "CHAOS_RUN": self._truth.run,
             "CHAOS_ATTEMPT": self._name,
             "CHAOS_KEYS": str(self._keys.port),
@@ -245,7 +245,7 @@ class Job:
         ):
             words = ["-m", "tests.chaos.trainer"]
             files = [nothing.fileno(), out.fileno(), errors.fileno()]
-            trainer = warm_python("mooring.agent_client.client").start(words, environment=environment, files=files)
+            trainer = warm_python("keepstep.agent_client.client").start(words, environment=environment, files=files)
         self._report.count("lives of trainers")
         threading.Thread(target=self._listen, args=(output, node.rank, self._name), daemon=True).start()
         return trainer

@@ -1,4 +1,4 @@
-"""Judges the bucket without any code of Mooring's: plain S3 reads, JSON, tar offsets, and the bytes that must be there.
+"""Judges the bucket without any code of Keepstep's: plain S3 reads, JSON, tar offsets, and the bytes to be there.
 
 It knows from the trainers which attempt and step a save id belongs to, and from `content` what they wrote. What it sees
 while a server dies proves nothing: a suspicion counts when it is seen again and again, with the marker still there.
@@ -22,7 +22,7 @@ from tests.harness.bucket_view import step_of
 from tests.servers.faults import Request
 from tests.servers.server import ACCESS_KEY, SECRET_KEY, Bucket
 
-_MARKER: Final = re.compile(r"/\.mooring/commits/(\d{12,})\.(.+)\.json")
+_MARKER: Final = re.compile(r"/\.keepstep/commits/(\d{12,})\.(.+)\.json")
 _LOOK_SECONDS: Final = 1.0
 _LOOKS: Final = 4
 _READ_SECONDS: Final = 20.0
@@ -146,7 +146,7 @@ class Oracle:
         stored: dict[str, bytes] = {}
         ranks: list[int] = []
         for reference in value["manifests"]:
-            key = f"{prefix}.mooring/manifest-{reference['first_rank']:05d}-{reference['rank_count']:05d}.json"
+            key = f"{prefix}.keepstep/manifest-{reference['first_rank']:05d}-{reference['rank_count']:05d}.json"
             body = self._read(key)
             if (len(body), f"{checksums.crc64nvme(body):016x}") != (reference["size"], reference["checksum"]):
                 return f"{key} is not what the marker says"
@@ -162,7 +162,7 @@ class Oracle:
 
     def _files_of(self, manifest: Mapping[str, Any], prefix: str) -> dict[str, bytes]:
         packs = [
-            self._read(f"{prefix}.mooring/pack-{manifest['rank']:05d}-{number:05d}.tar")
+            self._read(f"{prefix}.keepstep/pack-{manifest['rank']:05d}-{number:05d}.tar")
             for number in range(len(manifest.get("packs", [])))
         ]
         found = {}
@@ -225,7 +225,7 @@ class Oracle:
             answer = self._ask(
                 self._client.list_objects_v2,
                 Bucket=self._bucket.name,
-                Prefix=f"{self._bucket.prefix}/.mooring/commits/",
+                Prefix=f"{self._bucket.prefix}/.keepstep/commits/",
                 **token,
             )
             for entry in answer.get("Contents", []):

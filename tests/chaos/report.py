@@ -6,7 +6,7 @@ from enum import StrEnum
 
 
 class Loss(StrEnum):
-    """What Mooring promises never to happen."""
+    """What Keepstep promises never to happen."""
 
     VANISHED = "a committed checkpoint vanished against retention"
     BROKEN = "a marker whose files are missing or wrong"

@@ -83,7 +83,7 @@ def losses(report: Report) -> list[Loss]:
 def largest_object(bucket: Bucket, step: int) -> tuple[str, bytearray]:
     """Of a checkpoint, which has what the trainer wrote."""
     view = BucketView(bucket)
-    keys = [key for key in view.keys(f"checkpoint-{step}/") if "/.mooring/manifest-" not in key]
+    keys = [key for key in view.keys(f"checkpoint-{step}/") if "/.keepstep/manifest-" not in key]
     bodies = {key: bytearray(view.read(key)) for key in keys}
     return max(bodies.items(), key=lambda item: len(item[1]))
 
@@ -122,7 +122,7 @@ def test_a_committed_object_that_was_cut_short_is_a_loss(
     assert losses(report) == [Loss.BROKEN]
 
 
-@pytest.mark.parametrize("what", ["/.mooring/manifest-", "model"])
+@pytest.mark.parametrize("what", ["/.keepstep/manifest-", "model"])
 def test_a_missing_object_of_a_committed_checkpoint_is_a_loss(
     rclone_bucket: Bucket, oracle: Oracle, markers: list[Marker], report: Report, what: str
 ) -> None:
@@ -208,7 +208,7 @@ def put(bucket: Bucket, key: str, body: bytes) -> None:
 
 def test_a_marker_that_was_read_was_there() -> None:
     def request(method: str, save: str, status: int) -> Request:
-        path = f"/bucket/runs/one/.mooring/commits/000000000012.{save}.json"
+        path = f"/bucket/runs/one/.keepstep/commits/000000000012.{save}.json"
         return Request(method=method, path=path, query="", headers={}, status=status)
 
     answers = [("GET", "read", 200), ("GET", "missing", 404), ("GET", "away", 503), ("PUT", "written", 200)]

@@ -12,10 +12,10 @@ from typing import Any
 from tests.chaos.content import rank_files
 from tests.chaos.rank_store import KeyClient, become_rank
 
-import mooring
-from mooring.agent_client import channel
-from mooring.agent_client.client import Agent
-from mooring.session import PendingSave, Session
+import keepstep
+from keepstep.agent_client import channel
+from keepstep.agent_client.client import Agent
+from keepstep.session import PendingSave, Session
 
 _STEP_SECONDS = 0.1
 _EVERY = 2
@@ -67,7 +67,7 @@ def main() -> None:
     store = become_rank(int(os.environ["CHAOS_KEYS"]), rank, world_size)
     tell_of_saves()
     be_patient()
-    checkpointer = mooring.Checkpointer()
+    checkpointer = keepstep.Checkpointer()
     path = checkpointer.resume()
     step = int((path / f"rank-{rank}" / "step").read_text().split()[2]) if path else 0
     say(f"resumed {step}")

@@ -9,7 +9,7 @@ from typing import Final
 
 from tests.chart.rendering import CHART
 
-from mooring_agent.core.injection.annotation_table import OWN, settings_annotations
+from keepstep_agent.core.injection.annotation_table import OWN, settings_annotations
 
 SCHEMA: Final = CHART / "values.schema.json"
 _OF_ONE_RUN: Final = {"inject", "destination", "attempt"}

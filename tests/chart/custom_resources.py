@@ -89,7 +89,7 @@ _SPECS: Final = {
                         "expr",
                         "labels",
                         "annotations",
-                        alert={"type": "string", "pattern": "^Mooring[A-Za-z]+$"},
+                        alert={"type": "string", "pattern": "^Keepstep[A-Za-z]+$"},
                         expr=_TEXT,
                         labels=_object("severity", severity={"enum": ["warning", "critical"]}),
                         annotations=_object("summary", "description", summary=_TEXT, description=_TEXT),

@@ -5,11 +5,11 @@ from typing import Final
 
 from prometheus_client import Metric
 
-from mooring_agent.config import load_settings
-from mooring_agent.core.agent.state import State
-from mooring_agent.core.errors import ErrorKind
-from mooring_agent.runtime.engine.telemetry import StateCollector
-from mooring_agent.webhook.application import Metrics
+from keepstep_agent.config import load_settings
+from keepstep_agent.core.agent.state import State
+from keepstep_agent.core.errors import ErrorKind
+from keepstep_agent.runtime.engine.telemetry import StateCollector
+from keepstep_agent.webhook.application import Metrics
 
 FROM_SCRAPES: Final = {"namespace", "pod", "container", "job", "instance"}
 """Labels that every sample gets."""

@@ -11,11 +11,11 @@ from typing import Any, Final
 
 import yaml
 
-CHART: Final = Path(__file__).parents[2] / "charts" / "mooring"
-NAMESPACE: Final = "mooring-system"
+CHART: Final = Path(__file__).parents[2] / "charts" / "keepstep"
+NAMESPACE: Final = "keepstep-system"
 VERSION: Final = "1.33"
 """Of the Kubernetes that is rendered for where nothing else is said."""
-IMAGE: Final = {"repository": "registry.example/mooring"}
+IMAGE: Final = {"repository": "registry.example/keepstep"}
 _SECONDS: Final = 60
 
 Object = dict[str, Any]
@@ -53,13 +53,13 @@ def with_image(values: Values) -> Values:
     return {**values, "image": {**IMAGE, **values.get("image", {})}}
 
 
-def template(values: Values, *arguments: str, release: str = "mooring", chart: Path = CHART) -> str:
+def template(values: Values, *arguments: str, release: str = "keepstep", chart: Path = CHART) -> str:
     """What `helm template` prints."""
     defaults = ("--namespace", NAMESPACE, "--kube-version", VERSION)
     return helm("template", release, str(chart), *defaults, *arguments, values=values)
 
 
-def render(values: Values | None = None, *arguments: str, release: str = "mooring") -> list[Object]:
+def render(values: Values | None = None, *arguments: str, release: str = "keepstep") -> list[Object]:
     """All objects. What was asked for before is not rendered again."""
     return copy.deepcopy(_rendered(json.dumps(with_image(values or {})), arguments, release))
 
@@ -95,7 +95,7 @@ def webhook_pod(objects: list[Object]) -> Object:
 
 
 def arguments_of(objects: list[Object]) -> list[str]:
-    """What the webhook's container passes to `mooring`."""
+    """What the webhook's container passes to `keepstep`."""
     (container,) = webhook_pod(objects)["spec"]["containers"]
     arguments: list[str] = container["args"]
     return arguments

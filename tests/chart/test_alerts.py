@@ -16,85 +16,85 @@ from tests.chart.values_matrix import MATRIX
 
 PROMTOOL = shutil.which("promtool")
 AGENT = 'namespace="research",pod="train-0"'
-WEBHOOK = f'namespace="{NAMESPACE}",pod="mooring-webhook-1"'
+WEBHOOK = f'namespace="{NAMESPACE}",pod="keepstep-webhook-1"'
 pytestmark = pytest.mark.skipif(PROMTOOL is None, reason="promtool is not installed")
 
 # A minute between two values, as in promtool: begin+step x times.
-CERTIFICATE = {f"mooring_webhook_certificate_seconds_left{{{WEBHOOK}}}": "5000000+0x200"}
-FAILURES = f"mooring_work_failures_total{{{AGENT},kind="
-REVIEWS = f"mooring_webhook_reviews_total{{{WEBHOOK},outcome="
+CERTIFICATE = {f"keepstep_webhook_certificate_seconds_left{{{WEBHOOK}}}": "5000000+0x200"}
+FAILURES = f"keepstep_work_failures_total{{{AGENT},kind="
+REVIEWS = f"keepstep_webhook_reviews_total{{{WEBHOOK},outcome="
 CASES: dict[str, tuple[dict[str, str], set[str]]] = {
     "all is well": (
         {
-            f"mooring_recovery_point_age_seconds{{{AGENT}}}": "600+0x200",
-            f"mooring_drain_seconds{{{AGENT}}}": "20+0x200",
-            f"mooring_grace_seconds{{{AGENT}}}": "120+0x200",
-            f'mooring_checkpoints_total{{{AGENT},outcome="committed"}}': "0+1x200",
-            f'mooring_checkpoints_total{{{AGENT},outcome="failed"}}': "0+0x200",
+            f"keepstep_recovery_point_age_seconds{{{AGENT}}}": "600+0x200",
+            f"keepstep_drain_seconds{{{AGENT}}}": "20+0x200",
+            f"keepstep_grace_seconds{{{AGENT}}}": "120+0x200",
+            f'keepstep_checkpoints_total{{{AGENT},outcome="committed"}}': "0+1x200",
+            f'keepstep_checkpoints_total{{{AGENT},outcome="failed"}}': "0+0x200",
             f'{REVIEWS}"injected"}}': "0+5x200",
-            f'mooring_webhook_review_seconds_bucket{{{WEBHOOK},le="0.01"}}': "0+5x200",
-            f'mooring_webhook_review_seconds_bucket{{{WEBHOOK},le="+Inf"}}': "0+5x200",
+            f'keepstep_webhook_review_seconds_bucket{{{WEBHOOK},le="0.01"}}': "0+5x200",
+            f'keepstep_webhook_review_seconds_bucket{{{WEBHOOK},le="+Inf"}}': "0+5x200",
         },
         set(),
     ),
     "uploads do not come through": (
-        {f"mooring_recovery_point_age_seconds{{{AGENT}}}": "0+60x200"},
-        {"MooringRecoveryPointOld"},
+        {f"keepstep_recovery_point_age_seconds{{{AGENT}}}": "0+60x200"},
+        {"KeepstepRecoveryPointOld"},
     ),
     "nothing was ever committed": (
-        {f"mooring_recovery_point_age_seconds{{{AGENT}}}": "-1+0x200"},
-        {"MooringNothingCommitted"},
+        {f"keepstep_recovery_point_age_seconds{{{AGENT}}}": "-1+0x200"},
+        {"KeepstepNothingCommitted"},
     ),
-    "a run that has just begun": ({f"mooring_recovery_point_age_seconds{{{AGENT}}}": "_x190 -1+0x10"}, set()),
+    "a run that has just begun": ({f"keepstep_recovery_point_age_seconds{{{AGENT}}}": "_x190 -1+0x10"}, set()),
     "a trainer makes no step for an hour": (
         {
-            f"mooring_step_age_seconds{{{AGENT}}}": "10+0x140 10+60x60",
-            f"mooring_terminating{{{AGENT}}}": "0+0x200",
+            f"keepstep_step_age_seconds{{{AGENT}}}": "10+0x140 10+60x60",
+            f"keepstep_terminating{{{AGENT}}}": "0+0x200",
         },
-        {"MooringTrainerStuck"},
+        {"KeepstepTrainerStuck"},
     ),
     "a trainer whose pod ends makes no step": (
         {
-            f"mooring_step_age_seconds{{{AGENT}}}": "10+0x140 10+60x60",
-            f"mooring_terminating{{{AGENT}}}": "0+0x150 1+0x50",
+            f"keepstep_step_age_seconds{{{AGENT}}}": "10+0x140 10+60x60",
+            f"keepstep_terminating{{{AGENT}}}": "0+0x150 1+0x50",
         },
         set(),
     ),
     "trainers tell no steps": (
-        {f"mooring_step_age_seconds{{{AGENT}}}": "-1+0x200", f"mooring_terminating{{{AGENT}}}": "0+0x200"},
+        {f"keepstep_step_age_seconds{{{AGENT}}}": "-1+0x200", f"keepstep_terminating{{{AGENT}}}": "0+0x200"},
         set(),
     ),
     "more is staged than the grace period lets out": (
-        {f"mooring_drain_seconds{{{AGENT}}}": "300+0x200", f"mooring_grace_seconds{{{AGENT}}}": "120+0x200"},
-        {"MooringBacklogExceedsGrace"},
+        {f"keepstep_drain_seconds{{{AGENT}}}": "300+0x200", f"keepstep_grace_seconds{{{AGENT}}}": "120+0x200"},
+        {"KeepstepBacklogExceedsGrace"},
     ),
     "how long the backlog takes is unknown": (
-        {f"mooring_drain_seconds{{{AGENT}}}": "-1+0x200", f"mooring_grace_seconds{{{AGENT}}}": "120+0x200"},
+        {f"keepstep_drain_seconds{{{AGENT}}}": "-1+0x200", f"keepstep_grace_seconds{{{AGENT}}}": "120+0x200"},
         set(),
     ),
-    "credentials are refused": ({f'{FAILURES}"access-denied"}}': "0+2x200"}, {"MooringUploadsBlocked"}),
-    "the bucket is full": ({f'{FAILURES}"store-full"}}': "0+2x200"}, {"MooringUploadsBlocked"}),
-    "the store has been away for an hour": ({f'{FAILURES}"unreachable"}}': "0+0x140 0+10x60"}, {"MooringStoreFails"}),
+    "credentials are refused": ({f'{FAILURES}"access-denied"}}': "0+2x200"}, {"KeepstepUploadsBlocked"}),
+    "the bucket is full": ({f'{FAILURES}"store-full"}}': "0+2x200"}, {"KeepstepUploadsBlocked"}),
+    "the store has been away for an hour": ({f'{FAILURES}"unreachable"}}': "0+0x140 0+10x60"}, {"KeepstepStoreFails"}),
     "the store was away for a moment": ({f'{FAILURES}"unreachable"}}': "0+0x194 0+10x2 20+0x3"}, set()),
     "a checkpoint failed": (
-        {f'mooring_checkpoints_total{{{AGENT},outcome="failed"}}': "0+0x195 1+0x5"},
-        {"MooringCheckpointFailed"},
+        {f'keepstep_checkpoints_total{{{AGENT},outcome="failed"}}': "0+0x195 1+0x5"},
+        {"KeepstepCheckpointFailed"},
     ),
-    "older checkpoints were shed": ({f'mooring_checkpoints_total{{{AGENT},outcome="shed"}}': "0+1x200"}, set()),
+    "older checkpoints were shed": ({f'keepstep_checkpoints_total{{{AGENT},outcome="shed"}}': "0+1x200"}, set()),
     "the certificate was not renewed": (
-        {f"mooring_webhook_certificate_seconds_left{{{WEBHOOK}}}": "1200000-60x200"},
-        {"MooringWebhookCertificateExpires"},
+        {f"keepstep_webhook_certificate_seconds_left{{{WEBHOOK}}}": "1200000-60x200"},
+        {"KeepstepWebhookCertificateExpires"},
     ),
-    "a bug": ({f'{REVIEWS}"failed"}}': "0+0x195 1+0x5"}, {"MooringWebhookFails"}),
-    "pods run without": ({f'{REVIEWS}"let-through"}}': "0+0x170 1+0x30"}, {"MooringPodsLetThrough"}),
+    "a bug": ({f'{REVIEWS}"failed"}}': "0+0x195 1+0x5"}, {"KeepstepWebhookFails"}),
+    "pods run without": ({f'{REVIEWS}"let-through"}}': "0+0x170 1+0x30"}, {"KeepstepPodsLetThrough"}),
     "pods were refused, and their authors told": ({f'{REVIEWS}"refused"}}': "0+1x200"}, set()),
     "reviews take seconds": (
         {
-            f'mooring_webhook_review_seconds_bucket{{{WEBHOOK},le="1"}}': "0+5x200",
-            f'mooring_webhook_review_seconds_bucket{{{WEBHOOK},le="5"}}': "0+10x200",
-            f'mooring_webhook_review_seconds_bucket{{{WEBHOOK},le="+Inf"}}': "0+10x200",
+            f'keepstep_webhook_review_seconds_bucket{{{WEBHOOK},le="1"}}': "0+5x200",
+            f'keepstep_webhook_review_seconds_bucket{{{WEBHOOK},le="5"}}': "0+10x200",
+            f'keepstep_webhook_review_seconds_bucket{{{WEBHOOK},le="+Inf"}}': "0+10x200",
         },
-        {"MooringWebhookSlow"},
+        {"KeepstepWebhookSlow"},
     ),
 }
 
@@ -144,5 +144,5 @@ def test_an_alert_fires_for_what_it_is_made_for_and_no_other_does(
 
 
 def test_a_webhook_that_nobody_hears_of_is_told_whatever_another_release_says(tmp_path: Path) -> None:
-    other = {'mooring_webhook_certificate_seconds_left{namespace="other",pod="another"}': "5000000+0x200"}
-    assert firing(tmp_path, other) == {"MooringWebhookUnreachable"}
+    other = {'keepstep_webhook_certificate_seconds_left{namespace="other",pod="another"}': "5000000+0x200"}
+    assert firing(tmp_path, other) == {"KeepstepWebhookUnreachable"}

@@ -10,11 +10,11 @@ from tests.chart.values_matrix import MATRIX
 from tests.fakes.fake_api_server import FakeApiServer
 from tests.servers.tls import Certificate
 
-from mooring_agent.adapters.kubernetes import JOB_LABEL, KubernetesCluster, KueueWorkload
-from mooring_agent.core.settings.values import ClusterSettings
-from mooring_agent.ports import EventType, PodEvent
+from keepstep_agent.adapters.kubernetes import JOB_LABEL, KubernetesCluster, KueueWorkload
+from keepstep_agent.core.settings.values import ClusterSettings
+from keepstep_agent.ports import EventType, PodEvent
 
-NAME = "mooring-cluster-events"
+NAME = "keepstep-cluster-events"
 VALUES = MATRIX["events of some trainers"]
 
 
@@ -75,7 +75,7 @@ async def test_they_are_what_an_agent_does_and_no_more(certificate: Certificate,
         )
         cluster = KubernetesCluster(settings, executor)
         await cluster.tell(PodEvent(event_type=EventType.WARNING, reason="CheckpointLost", message="lost", at=1e9))
-        await cluster.annotate("mooring.dev/last-committed", "step 1")
+        await cluster.annotate("keepstep.dev/last-committed", "step 1")
         await cluster.close()
         workload = KueueWorkload(settings, executor)
         await workload.boost(-5)

@@ -12,11 +12,11 @@ from tests.chart.values_matrix import MATRIX
 from tests.servers.process import Daemon, free_port, wait_until
 from tests.servers.server import ACCESS_KEY, SECRET_KEY, Bucket
 
-from mooring_agent.cli.destination.console import console
-from mooring_agent.core.settings.table import setting_fields
+from keepstep_agent.cli.destination.console import console
+from keepstep_agent.core.settings.table import setting_fields
 
 TOKEN, PROXY = (MATRIX[f"the console, {how}"] for how in ("with a token", "behind a proxy"))
-NAME = "mooring-console"
+NAME = "keepstep-console"
 CONSOLES = pytest.mark.parametrize("values", [TOKEN, PROXY], ids=["with a token", "behind a proxy"])
 
 
@@ -113,7 +113,7 @@ def test_it_serves_with_the_secrets_as_they_are_mounted(
             text = text.replace(f"={path}/", f"={folder}/") if "=" in text else text.replace(path, folder)
         return text.replace("=:8400", f"=127.0.0.1:{port}")
 
-    command = [sys.executable, "-m", "mooring_agent", *map(here, container["args"])]
+    command = [sys.executable, "-m", "keepstep_agent", *map(here, container["args"])]
     console = Daemon(command, tmp_path / "log", {one["name"]: here(one["value"]) for one in container["env"]})
     try:
         console.wait_for_port(port)
@@ -191,7 +191,7 @@ def test_every_label_that_is_selected_is_its_pods_and_not_the_webhooks(values: d
         selector = of_webhook.get("podSelector") or of_webhook["selector"]
         assert not selector.get("matchLabels", selector).items() <= labels.items()
     for name, value in values["console"].get("podLabels", {}).items():
-        assert labels[name] == (value if "mooring" not in name and "component" not in name else "console")
+        assert labels[name] == (value if "keepstep" not in name and "component" not in name else "console")
 
 
 @CONSOLES

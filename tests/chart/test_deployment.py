@@ -6,8 +6,8 @@ import pytest
 from tests.chart.rendering import NAMESPACE, Object, arguments_of, of_kind, render, webhook_pod
 from tests.chart.values_matrix import MATRIX
 
-from mooring_agent.cli.webhook import _settings, webhook
-from mooring_agent.webhook.settings import FINISH_SECONDS, CertificateTimings, WebhookSettings
+from keepstep_agent.cli.webhook import _settings, webhook
+from keepstep_agent.webhook.settings import FINISH_SECONDS, CertificateTimings, WebhookSettings
 
 WITH_DEFAULTS_OF_THE_PROGRAM = {"log_format", "kubernetes_host", "kubernetes_port", "service_account"}
 

@@ -40,7 +40,7 @@ def ask(url: str, authority: Path, destination: str = DESTINATION) -> "subproces
 def test_helm_test_finds_that_the_webhook_injects(webhook: WebhookProcess) -> None:
     done = ask(f"https://127.0.0.1:{webhook.port}/mutate", webhook.authority)
     assert (done.returncode, done.stderr) == (0, "")
-    assert "injects Mooring" in done.stdout
+    assert "injects Keepstep" in done.stdout
 
 
 def test_helm_test_fails_where_another_ca_signed(webhook: WebhookProcess) -> None:
@@ -52,7 +52,7 @@ def test_helm_test_fails_where_another_ca_signed(webhook: WebhookProcess) -> Non
 def test_helm_test_fails_with_the_reason_where_the_pod_is_refused(webhook: WebhookProcess) -> None:
     done = ask(f"https://127.0.0.1:{webhook.port}/mutate", webhook.authority, destination="nowhere")
     assert done.returncode != 0
-    assert "mooring.dev/destination" in done.stderr
+    assert "keepstep.dev/destination" in done.stderr
 
 
 def test_helm_test_asks_the_service_and_sees_no_key() -> None:
@@ -67,7 +67,7 @@ def test_helm_test_asks_the_service_and_sees_no_key() -> None:
         (volume,) = spec["volumes"]
         assert [item["key"] for item in volume["secret"]["items"]] == ["ca.crt"]
         served = (
-            of_kind(objects, "Certificate", "mooring-webhook")["spec"]["secretName"]
+            of_kind(objects, "Certificate", "keepstep-webhook")["spec"]["secretName"]
             if enabled
             else of_kind(objects, "Secret")["metadata"]["name"]
         )

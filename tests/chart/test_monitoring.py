@@ -12,11 +12,11 @@ from tests.chart.rendering import Object, of_kind, render, webhook_pod
 from tests.chart.values_matrix import MATRIX
 from tests.harness.webhook_process import training_pod
 
-from mooring_agent.core.errors import PASSING, RETRYABLE, ErrorKind
-from mooring_agent.core.injection.annotations import read_annotations
-from mooring_agent.core.injection.mutation import mutate
-from mooring_agent.core.injection.spec import Injection, InjectionDefaults, Mutation
-from mooring_api import names
+from keepstep_agent.core.errors import PASSING, RETRYABLE, ErrorKind
+from keepstep_agent.core.injection.annotations import read_annotations
+from keepstep_agent.core.injection.mutation import mutate
+from keepstep_agent.core.injection.spec import Injection, InjectionDefaults, Mutation
+from keepstep_api import names
 
 VALUES = MATRIX["everything watched"]
 KNOWN = agents_metrics() | webhooks_metrics()
@@ -34,7 +34,7 @@ def alerts(objects: list[Object]) -> dict[str, Object]:
 
 
 def panels(objects: list[Object]) -> list[Object]:
-    found: list[Object] = json.loads(of_kind(objects, "ConfigMap")["data"]["mooring.json"])["panels"]
+    found: list[Object] = json.loads(of_kind(objects, "ConfigMap")["data"]["keepstep.json"])["panels"]
     return found
 
 
@@ -63,7 +63,7 @@ def selectors(query: str) -> list[promql_parser.VectorSelector]:
 
 def injected_ports() -> set[str]:
     """Names of the ports that the agent's container gets."""
-    pod, defaults = training_pod(), InjectionDefaults(image="registry.example/mooring:1")
+    pod, defaults = training_pod(), InjectionDefaults(image="registry.example/keepstep:1")
     asked = read_annotations(pod["metadata"]["annotations"], defaults)
     assert isinstance(asked, Injection)
     mutation = mutate(pod, asked, defaults)
@@ -98,13 +98,13 @@ def test_every_error_of_an_upload_that_does_not_end_leads_to_an_alert(objects: l
         return set(matcher.value.split("|"))
 
     begun_anew = {ErrorKind.UPLOAD_LOST, ErrorKind.ALREADY_EXISTS}
-    assert kinds("MooringStoreFails") == {kind.value for kind in PASSING | begun_anew}
-    assert kinds("MooringUploadsBlocked") == {kind.value for kind in RETRYABLE - PASSING - begun_anew}
+    assert kinds("KeepstepStoreFails") == {kind.value for kind in PASSING | begun_anew}
+    assert kinds("KeepstepUploadsBlocked") == {kind.value for kind in RETRYABLE - PASSING - begun_anew}
 
 
 def test_the_age_that_somebody_wants_to_know_of_is_a_value(objects: list[Object]) -> None:
-    assert alerts(objects)["MooringRecoveryPointOld"]["expr"].endswith("> 1800")
-    assert alerts(objects)["MooringNothingCommitted"]["for"] == "1800s"
+    assert alerts(objects)["KeepstepRecoveryPointOld"]["expr"].endswith("> 1800")
+    assert alerts(objects)["KeepstepNothingCommitted"]["for"] == "1800s"
 
 
 def test_panels_do_not_overlap_and_say_what_they_are_of(objects: list[Object]) -> None:
@@ -127,7 +127,7 @@ def test_panels_do_not_overlap_and_say_what_they_are_of(objects: list[Object]) -
 
 
 def test_the_dashboards_variables_are_of_a_metric_that_every_agent_has(objects: list[Object]) -> None:
-    dashboard = json.loads(of_kind(objects, "ConfigMap")["data"]["mooring.json"])
+    dashboard = json.loads(of_kind(objects, "ConfigMap")["data"]["keepstep.json"])
     variables = {one["name"]: one for one in dashboard["templating"]["list"]}
     assert set(variables) == {"datasource", "namespace", "pod"}
     for name in ("namespace", "pod"):
@@ -137,7 +137,7 @@ def test_the_dashboards_variables_are_of_a_metric_that_every_agent_has(objects: 
 
 
 def test_agents_and_webhooks_are_scraped_at_the_ports_that_they_have(objects: list[Object]) -> None:
-    webhook = of_kind(objects, "PodMonitor", "mooring-webhook")["spec"]
+    webhook = of_kind(objects, "PodMonitor", "keepstep-webhook")["spec"]
     labels = webhook_pod(objects)["metadata"]["labels"]
     assert webhook["selector"]["matchLabels"].items() <= labels.items()
     (endpoint,) = webhook["podMetricsEndpoints"]
@@ -147,7 +147,7 @@ def test_agents_and_webhooks_are_scraped_at_the_ports_that_they_have(objects: li
 
 
 def test_agents_are_found_in_all_namespaces_by_what_the_injection_writes(objects: list[Object]) -> None:
-    agents = of_kind(objects, "PodMonitor", "mooring-agents")["spec"]
+    agents = of_kind(objects, "PodMonitor", "keepstep-agents")["spec"]
     assert agents["namespaceSelector"] == {"any": True}
     (endpoint,) = agents["podMetricsEndpoints"]
     assert endpoint["port"] in injected_ports()

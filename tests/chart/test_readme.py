@@ -48,9 +48,9 @@ def notes(tmp_path: Path) -> Callable[[str], str]:
 
 def test_notes_show_the_annotations_to_paste_and_how_to_try_them(notes: Callable[[str], str]) -> None:
     text = notes("defaults")
-    assert 'mooring.dev/inject: "true"' in text
-    assert "mooring.dev/destination: s3://" in text
-    assert f"helm test mooring --namespace {NAMESPACE}" in text
+    assert 'keepstep.dev/inject: "true"' in text
+    assert "keepstep.dev/destination: s3://" in text
+    assert f"helm test keepstep --namespace {NAMESPACE}" in text
     assert "--dry-run=server" in text
 
 
@@ -59,7 +59,7 @@ def test_notes_show_the_annotations_to_paste_and_how_to_try_them(notes: Callable
     [
         ("lenient, in some namespaces alone", "failurePolicy is Ignore"),
         ("one replica, no network policy", "There is one replica of the webhook"),
-        ("the console, with a token", "service/mooring-console 8400:80"),
+        ("the console, with a token", "service/keepstep-console 8400:80"),
         ("the console, with a token", "An ingress cannot reach it"),
     ],
 )

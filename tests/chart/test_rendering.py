@@ -24,7 +24,7 @@ from tests.chart.rendering import (
 )
 from tests.chart.values_matrix import MATRIX
 
-import mooring_agent
+import keepstep_agent
 
 VERSIONS = [f"1.{minor}" for minor in range(29, 38)]
 
@@ -104,7 +104,7 @@ def test_every_object_is_in_the_releases_namespace_or_in_none() -> None:
 
 
 @pytest.mark.parametrize(
-    "release", ["mooring", "training", "of.a.team", "as-long-as-helm-allows-a-name-of-a-release-to-be-0053"]
+    "release", ["keepstep", "training", "of.a.team", "as-long-as-helm-allows-a-name-of-a-release-to-be-0053"]
 )
 def test_names_are_valid_whatever_the_release_is_called(release: str) -> None:
     values = MATRIX["everything watched"] | {"certManager": {"enabled": True}}
@@ -116,9 +116,9 @@ def test_names_are_valid_whatever_the_release_is_called(release: str) -> None:
 def test_the_image_is_named_by_digest_else_by_tag_else_by_the_charts_version() -> None:
     digest = "sha256:" + "a" * 64
     for values, expected in [
-        ({}, f"registry.example/mooring:{mooring_agent.__version__}"),
-        ({"tag": "nightly"}, "registry.example/mooring:nightly"),
-        ({"tag": "nightly", "digest": digest}, f"registry.example/mooring@{digest}"),
+        ({}, f"registry.example/keepstep:{keepstep_agent.__version__}"),
+        ({"tag": "nightly"}, "registry.example/keepstep:nightly"),
+        ({"tag": "nightly", "digest": digest}, f"registry.example/keepstep@{digest}"),
     ]:
         objects = render({"image": values})
         assert [one["image"] for one in webhook_pod(objects)["spec"]["containers"]] == [expected]
@@ -138,4 +138,4 @@ def test_one_port_for_two_things_is_refused() -> None:
 
 def test_the_chart_has_the_version_of_the_program() -> None:
     chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
-    assert chart["version"] == chart["appVersion"] == mooring_agent.__version__
+    assert chart["version"] == chart["appVersion"] == keepstep_agent.__version__

@@ -6,8 +6,8 @@ import pytest
 from tests.chart.rendering import NAMESPACE, Object, arguments_of, of_kind, render, webhook_pod
 from tests.chart.values_matrix import MATRIX
 
-from mooring_agent.cli.webhook import _settings, webhook
-from mooring_agent.webhook.settings import SelfManaged
+from keepstep_agent.cli.webhook import _settings, webhook
+from keepstep_agent.webhook.settings import SelfManaged
 
 SELF_MANAGED = {case: values for case, values in MATRIX.items() if not values.get("certManager", {}).get("enabled")}
 CERT_MANAGER = {case: values for case, values in MATRIX.items() if case not in SELF_MANAGED}
@@ -97,7 +97,7 @@ def test_values_say_who_may_scrape_and_where_the_api_server_is() -> None:
 @pytest.mark.parametrize("values", CERT_MANAGER.values(), ids=CERT_MANAGER)
 def test_cert_managers_certificate_is_of_the_service_and_in_the_secret_that_is_mounted(values: dict[str, Any]) -> None:
     objects = render(values)
-    certificate = of_kind(objects, "Certificate", "mooring-webhook")["spec"]
+    certificate = of_kind(objects, "Certificate", "keepstep-webhook")["spec"]
     asked = of_kind(objects, "MutatingWebhookConfiguration")["webhooks"][0]["clientConfig"]["service"]
     assert certificate["dnsNames"] == [f"{asked['name']}.{asked['namespace']}.svc"]
     (volume,) = webhook_pod(objects)["spec"]["volumes"]
@@ -107,8 +107,8 @@ def test_cert_managers_certificate_is_of_the_service_and_in_the_secret_that_is_m
 def test_cert_managers_own_ca_stays_while_leaves_change() -> None:
     """A new leaf is served a minute before every replica has read it: whatever is served, its CA must be published."""
     objects = render({"certManager": {"enabled": True}})
-    authority = of_kind(objects, "Certificate", "mooring-webhook-ca")["spec"]
-    leaf = of_kind(objects, "Certificate", "mooring-webhook")["spec"]
+    authority = of_kind(objects, "Certificate", "keepstep-webhook-ca")["spec"]
+    leaf = of_kind(objects, "Certificate", "keepstep-webhook")["spec"]
     issuer = of_kind(objects, "Issuer", leaf["issuerRef"]["name"])["spec"]
     assert issuer["ca"]["secretName"] == authority["secretName"]
     assert authority["isCA"]

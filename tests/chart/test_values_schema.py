@@ -22,8 +22,8 @@ NONSENSE = {
     "one for a list": ("webhook", "excludedNamespaces", "kube-public"),
     "no namespace's name": ("webhook", "excludedNamespaces", ["Kube"]),
     "labels that are in no selector": ("webhook", "namespaceSelector", {"team": "a"}),
-    "a tag in the repository": ("image", "repository", "mooring:1.0"),
-    "a URL for an image": ("image", "repository", "https://a.example/mooring"),
+    "a tag in the repository": ("image", "repository", "keepstep:1.0"),
+    "a URL for an image": ("image", "repository", "https://a.example/keepstep"),
     "a tag that YAML took for a number": ("image", "tag", 1.0),
     "no tag": ("image", "tag", "a b"),
     "half a digest": ("image", "digest", "sha256:123"),
@@ -36,9 +36,9 @@ NONSENSE = {
     "no CPU": ("injection", "cpu", 0),
     "no grace": ("injection", "graceSeconds", 0),
     "yes is not true": ("injection", "openshift", "yes"),
-    "no annotation of ours": ("injection", "annotations", "mooring.dev/endpoint", "https://a.example"),
-    "an annotation that is no text": ("injection", "annotations", "mooring.dev/keep-last", 3),
-    "one run's prefix for all": ("injection", "annotations", "mooring.dev/destination", "s3://a/b"),
+    "no annotation of ours": ("injection", "annotations", "keepstep.dev/endpoint", "https://a.example"),
+    "an annotation that is no text": ("injection", "annotations", "keepstep.dev/keep-last", 3),
+    "one run's prefix for all": ("injection", "annotations", "keepstep.dev/destination", "s3://a/b"),
     "one account for many": ("clusterEvents", "serviceAccounts", {"research": "trainer"}),
     "a namespace with nobody": ("clusterEvents", "serviceAccounts", "research", []),
     "a namespace within a name": ("clusterEvents", "serviceAccounts", "research", ["research:trainer"]),
@@ -112,12 +112,12 @@ def test_a_limit_can_be_taken_away() -> None:
 
 def test_the_chart_can_be_a_part_of_another_with_a_condition_and_globals(tmp_path: Path) -> None:
     """Helm then gives it two values that are not its own."""
-    dependency = {"name": "mooring", "version": "0.1.0", "repository": "", "condition": "mooring.enabled"}
+    dependency = {"name": "keepstep", "version": "0.1.0", "repository": "", "condition": "keepstep.enabled"}
     chart = {"apiVersion": "v2", "name": "platform", "version": "1.0.0", "dependencies": [dependency]}
     (tmp_path / "Chart.yaml").write_text(yaml.safe_dump(chart))
     (tmp_path / "charts").mkdir()
-    (tmp_path / "charts" / "mooring").symlink_to(CHART)
-    values = {"global": {"domain": "a.example"}, "mooring": {"enabled": True, **with_image({"replicas": 3})}}
+    (tmp_path / "charts" / "keepstep").symlink_to(CHART)
+    values = {"global": {"domain": "a.example"}, "keepstep": {"enabled": True, **with_image({"replicas": 3})}}
     objects = objects_in(template(values, chart=tmp_path, release="platform"))
-    assert "--configuration=platform-mooring" in arguments_of(objects)
-    assert "Deployment" not in template({"mooring": {"enabled": False}}, chart=tmp_path, release="platform")
+    assert "--configuration=platform-keepstep" in arguments_of(objects)
+    assert "Deployment" not in template({"keepstep": {"enabled": False}}, chart=tmp_path, release="platform")

@@ -8,7 +8,7 @@ from celpy.adapter import json_to_cel
 from tests.chart.rendering import NAMESPACE, Object, of_kind, render
 from tests.chart.values_matrix import MATRIX
 
-from mooring_agent.core.injection.annotation_table import WRITTEN_BY_US, known_keys
+from keepstep_agent.core.injection.annotation_table import WRITTEN_BY_US, known_keys
 
 
 def webhook_of(values: dict[str, Any]) -> Object:
@@ -37,12 +37,12 @@ def is_asked(webhook: Object, pod: Object) -> bool:
 @pytest.mark.parametrize(
     "annotations",
     [
-        {"mooring.dev/inject": "true"},
-        {"mooring.dev/inject": "false"},
-        {"mooring.dev/injct": "true"},
-        {"mooring.dev/": ""},
-        {"mooring.dev/destination": "s3://bucket/run"},
-        {"prometheus.io/scrape": "true", "mooring.dev/inject": "true", "a": "b"},
+        {"keepstep.dev/inject": "true"},
+        {"keepstep.dev/inject": "false"},
+        {"keepstep.dev/injct": "true"},
+        {"keepstep.dev/": ""},
+        {"keepstep.dev/destination": "s3://bucket/run"},
+        {"prometheus.io/scrape": "true", "keepstep.dev/inject": "true", "a": "b"},
         *({key: ""} for key in known_keys()),
         *({field.key: ""} for field in WRITTEN_BY_US),
     ],
@@ -60,11 +60,11 @@ def test_a_pod_with_any_annotation_of_ours_waits_for_the_webhook(webhook: Object
         {"annotations": {}},
         {"annotations": {"prometheus.io/scrape": "true"}},
         {"annotations": {"inject": "true"}},
-        {"annotations": {"example.com/mooring.dev/inject": "true"}},
-        {"annotations": {"not-mooring.dev/inject": "true"}},
-        {"annotations": {"mooring.dev.example.com/inject": "true"}},
-        {"annotations": {"note": "mooring.dev/inject"}},
-        {"labels": {"mooring.dev/inject": "true"}},
+        {"annotations": {"example.com/keepstep.dev/inject": "true"}},
+        {"annotations": {"not-keepstep.dev/inject": "true"}},
+        {"annotations": {"keepstep.dev.example.com/inject": "true"}},
+        {"annotations": {"note": "keepstep.dev/inject"}},
+        {"labels": {"keepstep.dev/inject": "true"}},
     ],
     ids=str,
 )
@@ -123,6 +123,6 @@ def test_nobody_but_the_webhook_or_cert_manager_writes_the_bundle() -> None:
 def test_cert_manager_is_told_of_which_certificate_the_bundle_is() -> None:
     objects = render({"certManager": {"enabled": True}})
     annotations = of_kind(objects, "MutatingWebhookConfiguration")["metadata"]["annotations"]
-    certificate = of_kind(objects, "Certificate", "mooring-webhook")
+    certificate = of_kind(objects, "Certificate", "keepstep-webhook")
     assert annotations == {"cert-manager.io/inject-ca-from": f"{NAMESPACE}/{certificate['metadata']['name']}"}
     assert "annotations" not in of_kind(render(), "MutatingWebhookConfiguration")["metadata"]

@@ -6,7 +6,7 @@ MATRIX: Final[dict[str, dict[str, Any]]] = {
     "defaults": {},
     "image by digest, mirrored, with pull secrets": {
         "image": {
-            "repository": "mirror.example:5000/team/mooring",
+            "repository": "mirror.example:5000/team/keepstep",
             "digest": "sha256:" + "0123456789abcdef" * 4,
             "pullPolicy": "Always",
             "pullSecrets": [{"name": "mirror"}],
@@ -49,9 +49,9 @@ MATRIX: Final[dict[str, dict[str, Any]]] = {
             "cpu": 2,
             "memory": "1Gi",
             "annotations": {
-                "mooring.dev/endpoint-url": "https://minio.example:9000",
-                "mooring.dev/tags": "team=research,cost=a b",
-                "mooring.dev/keep-last": "3",
+                "keepstep.dev/endpoint-url": "https://minio.example:9000",
+                "keepstep.dev/tags": "team=research,cost=a b",
+                "keepstep.dev/keep-last": "3",
             },
             "openshift": True,
         }

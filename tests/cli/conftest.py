@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from mooring_agent.core.settings.values import StoreSettings
+from keepstep_agent.core.settings.values import StoreSettings
 
 
 @pytest.fixture

@@ -7,10 +7,10 @@ from typing import Any
 
 from tests.restore.stored_checkpoints import PART_BYTES, flip_byte, store_checkpoint
 
-from mooring_agent.adapters.open_store import open_store
-from mooring_agent.core.model import SaveInfo
-from mooring_agent.core.settings.values import StoreSettings
-from mooring_agent.core.stored.object_layout import file_key
+from keepstep_agent.adapters.open_store import open_store
+from keepstep_agent.core.model import SaveInfo
+from keepstep_agent.core.settings.values import StoreSettings
+from keepstep_agent.core.stored.object_layout import file_key
 
 
 def fill(settings: StoreSettings, *steps: int, flip: int = -1) -> list[SaveInfo]:

@@ -7,7 +7,7 @@ import grpc
 import pytest
 from tests.harness.agent_process import AgentProcess
 
-from mooring_agent.cli.agent_call import agent_answers
+from keepstep_agent.cli.agent_call import agent_answers
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from tests.servers.fault_proxy import FaultProxy
 from tests.servers.faults import Fault, Rule
 from tests.servers.server import Bucket
 
-from mooring_agent.adapters.open_store import open_store
+from keepstep_agent.adapters.open_store import open_store
 
 _HANG_SECONDS = 60.0
 _TERMINATED = 128 + signal.SIGTERM
@@ -26,11 +26,11 @@ _TERMINATED = 128 + signal.SIGTERM
 
 @contextmanager
 def running(*arguments: object, as_process_1: bool) -> Iterator["subprocess.Popen[str]"]:
-    """`mooring` with these arguments. As process 1 it is the only child of what is yielded, and ends with its code."""
+    """`keepstep` with these arguments. As process 1 it is the only child of what is yielded, and ends with its code."""
     if as_process_1 and missing_namespaces():
         pytest.skip(missing_namespaces())
     own_processes = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"] if as_process_1 else []
-    command = [*own_processes, sys.executable, "-m", "mooring_agent", *map(str, arguments)]
+    command = [*own_processes, sys.executable, "-m", "keepstep_agent", *map(str, arguments)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         try:
             yield process
@@ -76,14 +76,14 @@ def test_a_restore_that_downloads_leaves_at_once_with_143_and_nothing_half_made(
         output, _ = process.communicate(timeout=_HANG_SECONDS)
     assert process.returncode == 0, output
     assert content(volume / "checkpoints" / "checkpoint-100") == all_files(100)
-    assert list((volume / ".mooring" / "incoming").iterdir()) == []
+    assert list((volume / ".keepstep" / "incoming").iterdir()) == []
 
 
 @pytest.mark.root
 def test_an_operators_command_that_is_process_1_hears_sigterm_too(
     rclone_bucket: Bucket, fault_proxy: FaultProxy
 ) -> None:
-    """`mooring prune` in a CronJob, say."""
+    """`keepstep prune` in a CronJob, say."""
     fault_proxy.add(Rule(name="hang", fault=Fault.BLACKHOLE, times=-1))
     arguments = (
         "prune",
@@ -101,8 +101,8 @@ def test_an_operators_command_that_is_process_1_hears_sigterm_too(
 
 _TOLD_TO_END_AT_ITS_START = """
 import os, signal
-from mooring_agent.__main__ import main
-from mooring_agent.adapters import priority
+from keepstep_agent.__main__ import main
+from keepstep_agent.adapters import priority
 def told(**_):
     os.kill(os.getpid(), signal.SIGTERM)
 priority.set_priority = told

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 from tests.cli.filled_destination import answer, fill
-from tests.harness.warm_python import mooring
+from tests.harness.warm_python import keepstep
 
-from mooring_agent.cli.store_work import opened
-from mooring_agent.core.settings.values import StoreSettings
-from mooring_agent.core.stored.object_layout import marker_key
+from keepstep_agent.cli.store_work import opened
+from keepstep_agent.core.settings.values import StoreSettings
+from keepstep_agent.core.stored.object_layout import marker_key
 
 
 async def test_the_garbage_collector_no_longer_looks_at_what_an_open_store_keeps(bucket: StoreSettings) -> None:
@@ -30,22 +30,22 @@ async def test_the_garbage_collector_no_longer_looks_at_what_an_open_store_keeps
 
 def test_prune_removes_what_killed_agents_left_once_it_is_as_old_as_the_setting_says(bucket: StoreSettings) -> None:
     fill(bucket, 100)
-    uploads = Path(bucket.destination.removeprefix("file://")) / ".mooring" / "uploads"
+    uploads = Path(bucket.destination.removeprefix("file://")) / ".keepstep" / "uploads"
     leftovers = [uploads / f"put-{number:032x}" for number in range(20)]
     for path in leftovers:
         path.touch()
         os.utime(path, (time.time() - 3600,) * 2)
     command = ("prune", bucket.destination, "--json")
-    assert answer(mooring(*command, "--yes"))["aborted_uploads"] == []
+    assert answer(keepstep(*command, "--yes"))["aborted_uploads"] == []
     assert all(path.exists() for path in leftovers)
-    found = answer(mooring(*command, "--dry-run", MOORING_ORPHAN_AGE_SECONDS="1800"))
+    found = answer(keepstep(*command, "--dry-run", KEEPSTEP_ORPHAN_AGE_SECONDS="1800"))
     assert len(found["aborted_uploads"]) == len(leftovers)
-    assert mooring(*command, "--yes", MOORING_ORPHAN_AGE_SECONDS="1800").returncode == 0
+    assert keepstep(*command, "--yes", KEEPSTEP_ORPHAN_AGE_SECONDS="1800").returncode == 0
     assert not list(uploads.iterdir())
 
 
 def test_prune_of_nothing_refuses(bucket: StoreSettings) -> None:
-    completed = mooring("prune", bucket.destination, "--keep-last", 1, "--yes")
+    completed = keepstep("prune", bucket.destination, "--keep-last", 1, "--yes")
     assert completed.returncode == 1
     assert "no committed checkpoint" in completed.stderr
 
@@ -70,17 +70,17 @@ def test_prune_of_nothing_refuses(bucket: StoreSettings) -> None:
     ids=lambda arguments: " ".join(map(str, arguments)),
 )
 def test_wrong_usage_exits_with_2(arguments: tuple[object, ...]) -> None:
-    assert mooring(*arguments, MOORING_VOLUME="", MOORING_DESTINATION="").returncode == 2
+    assert keepstep(*arguments, KEEPSTEP_VOLUME="", KEEPSTEP_DESTINATION="").returncode == 2
 
 
 @pytest.mark.parametrize("command", ["ls", "verify", "restore", "doctor"])
 def test_every_setting_of_the_store_is_read_and_its_mistakes_are_said(bucket: StoreSettings, command: str) -> None:
-    wrong: dict[str, Any] = {"MOORING_S3_CONNECT_TIMEOUT_SECONDS": "abc", "MOORING_S3_KMS_KEY_ID": "key"}
-    refused = mooring(command, bucket.destination, "--addressing", "none", MOORING_GRACE_SECONDS="abc", **wrong)
+    wrong: dict[str, Any] = {"KEEPSTEP_S3_CONNECT_TIMEOUT_SECONDS": "abc", "KEEPSTEP_S3_KMS_KEY_ID": "key"}
+    refused = keepstep(command, bucket.destination, "--addressing", "none", KEEPSTEP_GRACE_SECONDS="abc", **wrong)
     assert refused.returncode == 2
     assert refused.stderr.splitlines() == [
         "error: --addressing: 'none' is not one of auto, path, virtual",
-        "error: MOORING_S3_CONNECT_TIMEOUT_SECONDS: 'abc' is not a number",
+        "error: KEEPSTEP_S3_CONNECT_TIMEOUT_SECONDS: 'abc' is not a number",
         "error: kms_key_id needs server_side_encryption aws:kms",
         "hint: every setting is described in docs/settings.md",
     ]
@@ -96,7 +96,7 @@ def test_a_folder_that_is_not_there_is_not_an_empty_destination(
     command: tuple[str, ...], missing: str, tmp_path: Path
 ) -> None:
     (tmp_path / "file").touch()
-    completed = mooring(*command, f"file://{tmp_path}/{missing}")
+    completed = keepstep(*command, f"file://{tmp_path}/{missing}")
     assert completed.returncode == 1
     said = completed.stdout + completed.stderr
     assert f"{tmp_path}/{missing}" in said
@@ -119,9 +119,9 @@ def test_a_command_ends_although_a_thread_hangs_in_a_dead_mount(
         "        threading.Event().wait()\n"
         "    return really_open(path, *arguments, **options)\n"
         "os.open = hang\n"
-        "from mooring_agent.__main__ import main\n"
-        "from mooring_agent.adapters import retrying_store\n"
-        "from mooring_agent.adapters.file_store import store as filesystem_store\n"
+        "from keepstep_agent.__main__ import main\n"
+        "from keepstep_agent.adapters import retrying_store\n"
+        "from keepstep_agent.adapters.file_store import store as filesystem_store\n"
         "opened = filesystem_store.FilesystemStore.__init__\n"
         "def impatient(store, *arguments):\n"
         "    opened(store, *arguments)\n"
@@ -140,7 +140,7 @@ def test_a_command_ends_although_a_thread_hangs_in_a_dead_mount(
 
 @pytest.mark.parametrize("command", ["restore", "ls", "verify"])
 def test_a_command_that_calls_no_agent_loads_no_grpc(command: str, tmp_path: Path) -> None:
-    words = ["-X", "importtime", "-m", "mooring_agent", command, f"file://{tmp_path}/run"]
+    words = ["-X", "importtime", "-m", "keepstep_agent", command, f"file://{tmp_path}/run"]
     words += ["--volume", str(tmp_path / "volume")] if command == "restore" else []
     said = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=60).stderr
     loaded = set(re.findall(r"\| +(\w+)$", said, re.MULTILINE))
@@ -151,7 +151,7 @@ def test_a_command_that_calls_no_agent_loads_no_grpc(command: str, tmp_path: Pat
 @pytest.mark.parametrize("volume", ["/proc/no-such-volume", "file", "file/below"])
 def test_a_run_says_that_its_volume_cannot_be_made(bucket: StoreSettings, tmp_path: Path, volume: str) -> None:
     (tmp_path / "file").touch()
-    refused = mooring("run", "--to", bucket.destination, "--volume", tmp_path / volume, "--", "true")
+    refused = keepstep("run", "--to", bucket.destination, "--volume", tmp_path / volume, "--", "true")
     assert refused.returncode == 1
     error, hint = refused.stderr.splitlines()
     assert error.startswith(f"error: cannot make {tmp_path / volume}")
@@ -164,7 +164,7 @@ def test_a_run_logs_in_one_format_from_its_restore_to_its_end(
 ) -> None:
     fill(bucket, 100)
     command = ("run", "--to", bucket.destination, "--volume", tmp_path / "volume", "--log-format", log_format)
-    completed = mooring(*command, "--", "true")
+    completed = keepstep(*command, "--", "true")
     assert completed.returncode == 0
     lines = completed.stderr.splitlines()
     for event in ("restore.tries", "agent.serving", "agent.exiting"):

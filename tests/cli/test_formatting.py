@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from mooring_agent.cli.formatting import progress_line, table
+from keepstep_agent.cli.formatting import progress_line, table
 
 ROWS = [
     ("STEP", "NAME", "SAVE"),

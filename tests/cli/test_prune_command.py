@@ -1,4 +1,4 @@
-"""`mooring prune` as an operator runs it: it shows first, says why everything else stays, and deletes when told to."""
+"""`keepstep prune` as an operator runs it: it shows first, says why everything else stays, and deletes when told to."""
 
 import asyncio
 import json
@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 from tests.formats.test_frozen_formats import newer
-from tests.harness.warm_python import mooring
+from tests.harness.warm_python import keepstep
 from tests.restore.stored_checkpoints import store_checkpoint
 from tests.servers.server import Bucket
 
-from mooring_agent.adapters.open_store import open_store
-from mooring_agent.core.limits import MARKER_BYTES
-from mooring_agent.core.model import Kind, SaveInfo
-from mooring_agent.core.settings.values import StoreSettings
-from mooring_agent.core.stored.object_layout import marker_key
+from keepstep_agent.adapters.open_store import open_store
+from keepstep_agent.core.limits import MARKER_BYTES
+from keepstep_agent.core.model import Kind, SaveInfo
+from keepstep_agent.core.settings.values import StoreSettings
+from keepstep_agent.core.stored.object_layout import marker_key
 
 _DAY = 24 * 3600.0
 _FILES = [{"model.pt": b"bytes"}]
@@ -50,7 +50,7 @@ def content(settings: StoreSettings) -> dict[str, str]:
 
 def steps_of(*arguments: object, yes: bool = False) -> dict[str, Any]:
     """What `prune --json` answers: its parts, with names for the saves."""
-    completed = mooring("prune", *arguments, "--json", *(["--yes"] if yes else []))
+    completed = keepstep("prune", *arguments, "--json", *(["--yes"] if yes else []))
     assert completed.returncode == 0, completed.stderr
     answer = json.loads(completed.stdout)
     return {
@@ -66,7 +66,7 @@ def test_prune_only_shows_what_it_would_delete_and_how_to_delete_it(
 ) -> None:
     fill(bucket, 100, 200, 300)
     before = content(bucket)
-    completed = mooring("prune", bucket.destination, "--keep-last", 2, *options)
+    completed = keepstep("prune", bucket.destination, "--keep-last", 2, *options)
     assert (completed.returncode, completed.stderr) == (0, "")
     assert [line.split() for line in completed.stdout.splitlines()[:2]] == [
         ["NAME", "SAVE", "SIZE", "WHY"],
@@ -102,7 +102,7 @@ def test_prune_deletes_with_yes_what_it_has_shown_and_no_more(rclone_bucket: Buc
     assert content(settings) == {
         key: version for key, version in before.items() if not any(save in key for save in gone)
     }
-    verified = mooring("verify", rclone_bucket.destination, "--endpoint-url", rclone_bucket.endpoint_url, "--all")
+    verified = keepstep("verify", rclone_bucket.destination, "--endpoint-url", rclone_bucket.endpoint_url, "--all")
     assert verified.returncode == 0, verified.stdout
     assert steps_of(*command, yes=True)["deleted"] == []
 
@@ -151,7 +151,7 @@ def test_prune_keeps_what_a_newer_version_may_have_written_as_final(bucket: Stor
 
 
 def test_prune_says_which_options_need_another(bucket: StoreSettings) -> None:
-    refused = mooring("prune", bucket.destination, "--keep-daily", 30, "--keep-every-seconds", 60)
+    refused = keepstep("prune", bucket.destination, "--keep-daily", 30, "--keep-every-seconds", 60)
     assert (refused.returncode, refused.stderr.splitlines()) == (
         2,
         [

@@ -8,7 +8,14 @@ from pathlib import Path
 import pytest
 
 # What takes longer to load than all that the two need together.
-HEAVY = ("mooring_agent.core.agent", "mooring_agent.runtime.work", "aiobotocore", "prometheus_client", "rich", "torch")
+HEAVY = (
+    "keepstep_agent.core.agent",
+    "keepstep_agent.runtime.work",
+    "aiobotocore",
+    "prometheus_client",
+    "rich",
+    "torch",
+)
 _LOADED_WHEN_IT_STARTS_A_PROCESS = """
 import asyncio, sys
 async def tell(*command, **options):
@@ -16,13 +23,13 @@ async def tell(*command, **options):
     sys.stdout.flush()
     raise SystemExit(0)
 asyncio.create_subprocess_exec = tell
-from mooring_agent.__main__ import main
+from keepstep_agent.__main__ import main
 main()
 """
 _LOADED_AT_ITS_END = """
 import atexit, sys
 atexit.register(lambda: print(*(name for name, module in sys.modules.items() if module)))
-from mooring_agent.__main__ import main
+from keepstep_agent.__main__ import main
 main()
 """
 
@@ -42,11 +49,11 @@ def test_what_training_waits_for_loads_no_more_than_it_needs(
     words = [*command, f"file://{tmp_path}/bucket", "--volume", str(tmp_path / "volume")]
     done = subprocess.run(
         [sys.executable, "-c", program, *words, *(["--", "true"] if command[0] == "run" else [])],
-        env={name: value for name, value in os.environ.items() if not name.startswith("MOORING_")},
+        env={name: value for name, value in os.environ.items() if not name.startswith("KEEPSTEP_")},
         capture_output=True,
         text=True,
         timeout=110,
     )
     loaded = done.stdout.split()
-    assert "mooring_agent.config" in loaded, done.stderr
+    assert "keepstep_agent.config" in loaded, done.stderr
     assert [name for name in loaded if name.startswith((*HEAVY, *also))] == []

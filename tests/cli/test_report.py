@@ -1,4 +1,4 @@
-"""`mooring report` as an operator runs it: on one run, on all runs below a prefix, and where there is no ledger."""
+"""`keepstep report` as an operator runs it: on one run, on all runs below a prefix, and where there is no ledger."""
 
 import asyncio
 import json
@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 from tests.core.noted_lives import NotedLife, killed_and_resumed
-from tests.harness.warm_python import mooring
+from tests.harness.warm_python import keepstep
 from tests.restore.stored_checkpoints import all_files, store_checkpoint
 from tests.servers.fault_proxy import FaultProxy
 from tests.servers.faults import Fault, Rule
 from tests.servers.server import Bucket
 
-from mooring_agent.adapters.open_store import open_store
-from mooring_agent.core.settings.values import StoreSettings
-from mooring_agent.core.stored.ledger import encode_life
-from mooring_agent.core.stored.object_layout import ledger_key
+from keepstep_agent.adapters.open_store import open_store
+from keepstep_agent.core.settings.values import StoreSettings
+from keepstep_agent.core.stored.ledger import encode_life
+from keepstep_agent.core.stored.object_layout import ledger_key
 
 LOST = {"restore": 35.0, "start": 35.0, "stall": 14.0, "redone": 60.0, "drain": 90.0, "waiting": 40.0}
 
@@ -53,7 +53,7 @@ def answer(completed: subprocess.CompletedProcess[str]) -> Any:
 
 def test_a_runs_report_says_what_was_lost_and_why(bucket: StoreSettings) -> None:
     note(bucket)
-    completed = mooring("report", bucket.destination)
+    completed = keepstep("report", bucket.destination)
     assert (completed.returncode, completed.stderr) == (0, "")
     lines = completed.stdout.splitlines()
     assert lines[0] == "goodput 72.6%: 12 min of 17 min were work that lasts"
@@ -73,12 +73,12 @@ def test_a_runs_report_says_what_was_lost_and_why(bucket: StoreSettings) -> None
 
 def test_a_report_as_json_has_the_figures_and_their_metrics(bucket: StoreSettings) -> None:
     note(bucket)
-    (run,) = answer(mooring("report", bucket.destination, "--json"))["runs"]
+    (run,) = answer(keepstep("report", bucket.destination, "--json"))["runs"]
     assert (run["run"], run["wall_seconds"], run["lost_seconds"]) == (".", 1000.0, LOST)
     assert run["goodput"] == pytest.approx(0.726)
     assert [start["resumed_step"] for start in run["starts"]] == [0, 200]
-    assert run["metrics"]['mooring_lost_seconds{run=".",cause="stall"}'] == 14.0
-    assert run["metrics"]['mooring_goodput_ratio{run="."}'] == run["goodput"]
+    assert run["metrics"]['keepstep_lost_seconds{run=".",cause="stall"}'] == 14.0
+    assert run["metrics"]['keepstep_goodput_ratio{run="."}'] == run["goodput"]
 
 
 def test_a_prefix_reports_every_run_below_it(rclone_bucket: Bucket) -> None:
@@ -86,21 +86,21 @@ def test_a_prefix_reports_every_run_below_it(rclone_bucket: Bucket) -> None:
     for run in ("one/", "team/two/"):
         note(settings, run=run)
     command = ("report", settings.destination, "--endpoint-url", rclone_bucket.endpoint_url)
-    found = answer(mooring(*command, "--json"))
+    found = answer(keepstep(*command, "--json"))
     assert [run["run"] for run in found["runs"]] == ["one", "team/two"]
     assert (found["together"]["wall_seconds"], found["together"]["goodput"]) == (2000.0, pytest.approx(0.726))
-    assert "mooring_goodput_ratio" in found["together"]["metrics"]
-    lines = mooring(*command).stdout.splitlines()
+    assert "keepstep_goodput_ratio" in found["together"]["metrics"]
+    lines = keepstep(*command).stdout.splitlines()
     assert [line.split()[:2] for line in lines[1:3]] == [["one", "72.6%"], ["team/two", "72.6%"]]
-    alone = answer(mooring("report", f"{settings.destination}/one", *command[2:], "--json"))
+    alone = answer(keepstep("report", f"{settings.destination}/one", *command[2:], "--json"))
     assert [run["run"] for run in alone["runs"]] == ["."]
 
 
 def test_damaged_objects_are_counted_and_the_rest_is_reported(bucket: StoreSettings) -> None:
     note(bucket)
-    folder = Path(bucket.destination.removeprefix("file://")) / ".mooring" / "ledger" / "job"
+    folder = Path(bucket.destination.removeprefix("file://")) / ".keepstep" / "ledger" / "job"
     (folder / "1700000000000-damaged.json").write_bytes(b"\x00" * 100)
-    completed = mooring("report", bucket.destination)
+    completed = keepstep("report", bucket.destination)
     assert completed.stdout.splitlines()[0].startswith("goodput 72.6%")
     assert completed.stdout.endswith("1 objects of the ledger cannot be read or are too many, and were left out\n")
 
@@ -115,7 +115,7 @@ def test_objects_that_the_store_refuses_are_counted_unless_it_refuses_all(
     def report(*, refused: str) -> subprocess.CompletedProcess[str]:
         rule = Rule(name="archived", fault=Fault.STATUS, method="GET", status=403, body=archived, times=-1)
         fault_proxy.add(replace(rule, target=refused))
-        return mooring("report", settings.destination, "--endpoint-url", fault_proxy.endpoint_url)
+        return keepstep("report", settings.destination, "--endpoint-url", fault_proxy.endpoint_url)
 
     # The second entry of the first agent: its ranks came.
     one = report(refused="-first.2.json")
@@ -127,7 +127,7 @@ def test_objects_that_the_store_refuses_are_counted_unless_it_refuses_all(
 
 
 def test_a_destination_without_a_ledger_is_an_error_with_a_hint(bucket: StoreSettings) -> None:
-    completed = mooring("report", bucket.destination)
+    completed = keepstep("report", bucket.destination)
     assert (completed.returncode, completed.stdout) == (1, "")
     assert completed.stderr.splitlines() == [
         f"error: {bucket.destination} has no ledger",
@@ -137,16 +137,16 @@ def test_a_destination_without_a_ledger_is_an_error_with_a_hint(bucket: StoreSet
 
 def test_other_commands_do_not_see_the_ledger(bucket: StoreSettings, tmp_path: Path) -> None:
     note(bucket, steps=(100, 200))
-    listed = answer(mooring("ls", bucket.destination, "--json"))
+    listed = answer(keepstep("ls", bucket.destination, "--json"))
     assert [row["step"] for row in listed["checkpoints"]] == [200, 100]
-    assert mooring("verify", bucket.destination, "--all").returncode == 0
-    pruned = answer(mooring("prune", bucket.destination, "--keep-last", 1, "--yes", "--json"))
+    assert keepstep("verify", bucket.destination, "--all").returncode == 0
+    pruned = answer(keepstep("prune", bucket.destination, "--keep-last", 1, "--yes", "--json"))
     assert [one["save"] for one in pruned["deleted"]] == ["0123abcd-000100"]
     assert pruned["litter"] == []
-    restored = mooring("restore", bucket.destination, "--volume", tmp_path / "volume")
+    restored = keepstep("restore", bucket.destination, "--volume", tmp_path / "volume")
     assert restored.returncode == 0, restored.stderr
     place = tmp_path / "volume" / "checkpoints" / "checkpoint-200"
     files = {str(path.relative_to(place)): path.read_bytes() for path in place.rglob("*") if path.is_file()}
     assert files == all_files(200)
-    (run,) = answer(mooring("report", bucket.destination, "--json"))["runs"]
+    (run,) = answer(keepstep("report", bucket.destination, "--json"))["runs"]
     assert run["lost_seconds"] == LOST

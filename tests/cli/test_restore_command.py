@@ -5,22 +5,22 @@ from typing import Any
 
 import pytest
 from tests.cli.filled_destination import answer, fill
-from tests.harness.warm_python import mooring
+from tests.harness.warm_python import keepstep
 from tests.restore.stored_checkpoints import all_files
 from tests.servers.server import Bucket
 
-from mooring_agent.core.settings.values import StoreSettings
+from keepstep_agent.core.settings.values import StoreSettings
 
 
 def test_restore_reads_its_settings_from_the_environment(moto_bucket: Bucket, tmp_path: Path) -> None:
     fill(moto_bucket.settings(), 100, 200, flip=200)
-    completed = mooring(
+    completed = keepstep(
         "restore",
         "--json",
-        MOORING_DESTINATION=moto_bucket.destination,
-        MOORING_S3_ENDPOINT_URL=moto_bucket.endpoint_url,
-        MOORING_VOLUME=str(tmp_path / "volume"),
-        MOORING_ATTEMPT="job-1",
+        KEEPSTEP_DESTINATION=moto_bucket.destination,
+        KEEPSTEP_S3_ENDPOINT_URL=moto_bucket.endpoint_url,
+        KEEPSTEP_VOLUME=str(tmp_path / "volume"),
+        KEEPSTEP_ATTEMPT="job-1",
     )
     assert completed.returncode == 0, completed.stderr
     restored = answer(completed)["restored"]
@@ -33,14 +33,14 @@ def test_restore_reads_its_settings_from_the_environment(moto_bucket: Bucket, tm
 
 def test_restore_takes_the_volume_that_a_run_started_there_would_take(bucket: StoreSettings, tmp_path: Path) -> None:
     fill(bucket, 100)
-    completed = mooring("restore", bucket.destination, "--json", directory=tmp_path, MOORING_VOLUME="")
-    assert answer(completed)["restored"]["path"] == str(tmp_path / "mooring" / "checkpoints" / "checkpoint-100")
+    completed = keepstep("restore", bucket.destination, "--json", directory=tmp_path, KEEPSTEP_VOLUME="")
+    assert answer(completed)["restored"]["path"] == str(tmp_path / "keepstep" / "checkpoints" / "checkpoint-100")
 
 
 def test_restore_from_an_empty_destination_says_that_the_run_starts_from_nothing(
     bucket: StoreSettings, tmp_path: Path
 ) -> None:
-    completed = mooring("restore", bucket.destination, "--volume", tmp_path / "volume")
+    completed = keepstep("restore", bucket.destination, "--volume", tmp_path / "volume")
     assert completed.returncode == 0
     assert "starts from step 0" in completed.stdout
 
@@ -48,7 +48,7 @@ def test_restore_from_an_empty_destination_says_that_the_run_starts_from_nothing
 def test_a_first_restore_makes_the_folder_and_says_so(tmp_path: Path) -> None:
     destination = f"file://{tmp_path}/new/run"
     for is_first in (True, False):
-        completed = mooring("restore", destination, "--volume", tmp_path / "volume")
+        completed = keepstep("restore", destination, "--volume", tmp_path / "volume")
         assert completed.returncode == 0, completed.stderr
         assert "starts from step 0" in completed.stdout
         assert (f"warning: {destination} did not exist" in completed.stderr) == is_first
@@ -58,12 +58,12 @@ def test_restore_does_not_start_anew_because_a_mount_is_away(tmp_path: Path) -> 
     mount, volume = tmp_path / "mount", tmp_path / "volume"
     destination = f"file://{mount}/run"
     mount.mkdir()
-    assert mooring("restore", destination, "--volume", volume).returncode == 0
+    assert keepstep("restore", destination, "--volume", volume).returncode == 0
     fill(StoreSettings(destination=destination), 100)
     mount.rename(tmp_path / "away")
     mount.mkdir()
 
-    completed = mooring("restore", destination, "--volume", volume)
+    completed = keepstep("restore", destination, "--volume", volume)
     assert (completed.returncode, completed.stdout) == (1, "")
     assert f"the folder {mount}/run does not exist, and the volume {volume} was used with it before" in completed.stderr
     assert "hint: mount it again" in completed.stderr
@@ -71,7 +71,7 @@ def test_restore_does_not_start_anew_because_a_mount_is_away(tmp_path: Path) -> 
 
     mount.rmdir()
     (tmp_path / "away").rename(mount)
-    assert "checkpoint-100 (step 100" in mooring("restore", destination, "--volume", volume).stdout
+    assert "checkpoint-100 (step 100" in keepstep("restore", destination, "--volume", volume).stdout
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_restore_never_takes_trouble_with_the_store_for_a_fresh_start(
     fill(rclone_bucket.settings(), 100)
     settings = rclone_bucket.settings(**changes)
     volume = tmp_path / "volume"
-    completed = mooring(
+    completed = keepstep(
         "restore",
         settings.destination,
         *("--endpoint-url", settings.endpoint_url, "--volume", volume),
@@ -108,9 +108,9 @@ def test_restore_refuses_a_volume_that_holds_another_runs_checkpoints(bucket: St
     fill(bucket, 100)
     volume, other = tmp_path / "volume", f"file://{tmp_path}/other"
     (tmp_path / "other").mkdir()
-    assert mooring("restore", bucket.destination, "--volume", volume).returncode == 0
-    assert mooring("restore", f"{bucket.destination}/", "--volume", volume).returncode == 0
-    refused = mooring("restore", other, "--volume", volume)
+    assert keepstep("restore", bucket.destination, "--volume", volume).returncode == 0
+    assert keepstep("restore", f"{bucket.destination}/", "--volume", volume).returncode == 0
+    refused = keepstep("restore", other, "--volume", volume)
     assert refused.returncode == 1
     errors = [line for line in refused.stderr.splitlines() if line.startswith(("error:", "hint:"))]
     assert errors[0] == f"error: the volume {volume} belongs to {bucket.destination}, not to {other}"
@@ -122,7 +122,7 @@ def test_a_restore_does_not_take_a_volume_that_cannot_be_made_for_a_missing_file
     bucket: StoreSettings, tmp_path: Path, volume: str
 ) -> None:
     (tmp_path / "file").touch()
-    refused = mooring("restore", bucket.destination, "--volume", tmp_path / volume)
+    refused = keepstep("restore", bucket.destination, "--volume", tmp_path / volume)
     assert refused.returncode == 1
     errors = [line for line in refused.stderr.splitlines() if line.startswith(("error:", "hint:"))]
     assert errors[0].startswith("error: cannot ")

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 from tests.catalog.stored_snapshots import output, store_snapshot
-from tests.harness.warm_python import mooring
+from tests.harness.warm_python import keepstep
 from tests.restore.stored_checkpoints import flip_byte, store_checkpoint
 
-from mooring_agent.adapters.open_store import open_store
-from mooring_agent.core.model import RankManifest
-from mooring_agent.core.settings.values import StoreSettings
-from mooring_agent.core.stored.object_layout import file_key, marker_key
+from keepstep_agent.adapters.open_store import open_store
+from keepstep_agent.core.model import RankManifest
+from keepstep_agent.core.settings.values import StoreSettings
+from keepstep_agent.core.stored.object_layout import file_key, marker_key
 
 
 @pytest.fixture
@@ -41,12 +41,12 @@ def fill(destination: str, *, steps: tuple[int, ...] = ()) -> list[RankManifest]
 
 
 def as_json(*arguments: str) -> Any:
-    return json.loads(mooring(*arguments, "--json").stdout)
+    return json.loads(keepstep(*arguments, "--json").stdout)
 
 
 def test_ls_lists_snapshots_below_the_checkpoints(destination: str) -> None:
     manifests = fill(destination, steps=(100, 200))
-    listed = mooring("ls", destination)
+    listed = keepstep("ls", destination)
     assert (listed.returncode, listed.stderr) == (0, "")
     lines = [line.split() for line in listed.stdout.splitlines()]
     assert [line[1] for line in lines[1:3]] == ["checkpoint-200", "checkpoint-100"]
@@ -73,17 +73,17 @@ def test_ls_lists_snapshots_below_the_checkpoints(destination: str) -> None:
 
 def test_ls_of_snapshots_alone_is_no_empty_list_and_names_a_damaged_marker(destination: str) -> None:
     manifests = fill(destination)
-    assert "no committed checkpoint" not in mooring("ls", destination).stdout
+    assert "no committed checkpoint" not in keepstep("ls", destination).stdout
     key = marker_key(manifests[1].info)
     Path(destination.removeprefix("file://"), key).write_bytes(b"garbage")
-    listed = mooring("ls", destination)
+    listed = keepstep("ls", destination)
     assert listed.returncode == 1
     assert f"snapshot 2 of node-0: {key}" in listed.stdout
 
 
 def test_verify_takes_the_newest_of_each_node_and_all_if_asked(destination: str) -> None:
     manifests = fill(destination, steps=(100, 200))
-    said = mooring("verify", destination).stdout.splitlines()
+    said = keepstep("verify", destination).stdout.splitlines()
     assert [line.split(" (")[0] for line in said] == [
         "step 200",
         "snapshot node-0 1970-01-01 00:03",
@@ -97,7 +97,7 @@ def test_verify_takes_the_newest_of_each_node_and_all_if_asked(destination: str)
 
     asyncio.run(damage())
     # The object of the first one is a part of all three.
-    assert mooring("verify", destination).returncode == 1
+    assert keepstep("verify", destination).returncode == 1
     rows = as_json("verify", destination, "--all")
     assert [(row["step"], row["problems"]) for row in rows["checkpoints"]] == [(200, []), (100, [])]
     found = {(row["series"], row["number"]): [one["object"] for one in row["problems"]] for row in rows["snapshots"]}
@@ -107,8 +107,8 @@ def test_verify_takes_the_newest_of_each_node_and_all_if_asked(destination: str)
 
 def test_verify_of_a_step_means_an_announced_checkpoint(destination: str) -> None:
     fill(destination)
-    assert mooring("verify", destination).returncode == 0
-    completed = mooring("verify", destination, "--step", 1)
+    assert keepstep("verify", destination).returncode == 0
+    completed = keepstep("verify", destination, "--step", 1)
     assert (completed.returncode, "no committed checkpoint of step 1" in completed.stderr) == (1, True)
 
 
@@ -121,6 +121,6 @@ def test_prune_says_what_others_share_and_what_it_frees(destination: str) -> Non
     ]
     assert report["deleted"][0]["reason"] == "1 newer is valid; others share some of its objects"
     assert file_key(manifests[0].info, "out/a.pt") not in report["deleted"][0]["objects"]
-    assert mooring("verify", destination, "--all").returncode == 0
+    assert keepstep("verify", destination, "--all").returncode == 0
     assert [row["number"] for row in as_json("ls", destination)["snapshots"]] == [3, 1]
-    assert not Path(destination.removeprefix("file://"), ".mooring", "pruned").exists()
+    assert not Path(destination.removeprefix("file://"), ".keepstep", "pruned").exists()

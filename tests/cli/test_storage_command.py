@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 from tests.catalog.stored_snapshots import output, store_snapshot
-from tests.harness.warm_python import mooring
+from tests.harness.warm_python import keepstep
 from tests.restore.stored_checkpoints import store_checkpoint
 from tests.servers.server import Bucket
 
-from mooring_agent.adapters.open_store import open_store
-from mooring_agent.core.model import Kind
-from mooring_agent.core.settings.values import MIB, StoreSettings
+from keepstep_agent.adapters.open_store import open_store
+from keepstep_agent.core.model import Kind
+from keepstep_agent.core.settings.values import MIB, StoreSettings
 
 GIB = 1024 * MIB
 
@@ -35,7 +35,7 @@ def fill(settings: StoreSettings, run: str, *kinds: Kind, snapshots: bool = Fals
 
 def du(settings: StoreSettings, *options: object) -> Any:
     endpoint = ("--endpoint-url", settings.endpoint_url) if settings.endpoint_url else ()
-    completed = mooring("du", settings.destination, *endpoint, "--json", *options)
+    completed = keepstep("du", settings.destination, *endpoint, "--json", *options)
     assert completed.returncode == 0, completed.stderr
     return json.loads(completed.stdout)
 
@@ -106,7 +106,7 @@ def directory(tmp_path: Path) -> StoreSettings:
 def test_du_of_a_directory_counts_the_uploads_that_lie_in_its_runs(directory: StoreSettings) -> None:
     fill(directory, "one", Kind.PERIODIC)
     root = Path(directory.destination.removeprefix("file://"))
-    left = root / "one" / ".mooring" / "uploads" / "put-0123"
+    left = root / "one" / ".keepstep" / "uploads" / "put-0123"
     left.write_bytes(b"x" * 77)
 
     for settings, name in ((directory, "one"), (StoreSettings(destination=f"{directory.destination}/one"), ".")):
@@ -122,7 +122,7 @@ def test_a_table_shows_runs_kinds_ages_and_what_they_cost(directory: StoreSettin
     fill(directory, "large", Kind.PERIODIC, Kind.PERIODIC, Kind.PERIODIC)
     price = 1000.0
 
-    completed = mooring("du", directory.destination, "--price-per-gib-month", price)
+    completed = keepstep("du", directory.destination, "--price-per-gib-month", price)
 
     assert (completed.returncode, completed.stderr) == (0, "")
     lines = completed.stdout.splitlines()
@@ -133,14 +133,14 @@ def test_a_table_shows_runs_kinds_ages_and_what_they_cost(directory: StoreSettin
     (all_kinds,) = [line for line in lines if line.startswith("all ")]
     assert all_kinds.split()[-1] == f"{whole['cost_per_month']:.2f}"
     assert any(line.startswith("less than a day") for line in lines)
-    assert "A MONTH" not in mooring("du", directory.destination).stdout
+    assert "A MONTH" not in keepstep("du", directory.destination).stdout
     assert "cost_per_month" not in du(directory)["total"]
 
 
 def test_du_of_a_prefix_without_runs_says_so_and_is_no_failure(directory: StoreSettings) -> None:
-    completed = mooring("du", directory.destination)
+    completed = keepstep("du", directory.destination)
     assert (completed.returncode, completed.stdout.splitlines()[0]) == (0, "no run")
-    missing = mooring("du", f"{directory.destination}/away")
+    missing = keepstep("du", f"{directory.destination}/away")
     assert missing.returncode == 1
     assert "hint: " in missing.stderr
 
@@ -159,7 +159,7 @@ def test_names_of_strangers_do_not_reach_the_terminal_as_they_are(directory: Sto
     marker = next(Path(directory.destination.removeprefix("file://")).rglob("commits/*.json"))
     marker.write_bytes(b"garbage")
 
-    completed = mooring("du", directory.destination)
+    completed = keepstep("du", directory.destination)
 
     written = completed.stdout + completed.stderr
     assert completed.returncode == 0
@@ -181,6 +181,6 @@ def test_names_of_strangers_do_not_reach_the_terminal_as_they_are(directory: Sto
 def test_a_wrong_quantity_is_refused_with_what_to_write(
     directory: StoreSettings, options: tuple[str, ...], problem: str
 ) -> None:
-    refused = mooring("du", directory.destination, *options)
+    refused = keepstep("du", directory.destination, *options)
     assert refused.returncode == 2
     assert problem in " ".join(refused.stderr.split())

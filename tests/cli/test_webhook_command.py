@@ -7,7 +7,7 @@ import sys
 def test_defaults_with_which_no_pod_could_be_injected_are_refused_at_once() -> None:
     options = ["--default-annotation", "keep-lasts=2", "--default-annotation", "part-size-bytes=1", "--memory", "1Mi"]
     done = subprocess.run(
-        [sys.executable, "-m", "mooring_agent", "webhook", "--image", "example.com/mooring:1", *options],
+        [sys.executable, "-m", "keepstep_agent", "webhook", "--image", "example.com/keepstep:1", *options],
         capture_output=True,
         text=True,
         timeout=60,
@@ -15,8 +15,8 @@ def test_defaults_with_which_no_pod_could_be_injected_are_refused_at_once() -> N
     assert done.returncode == 1
     assert done.stderr.splitlines() == [
         "error: no pod could be injected with these defaults: "
-        "there is no annotation mooring.dev/keep-lasts: did you mean mooring.dev/keep-last?; "
-        "mooring.dev/memory: '1Mi' is less than the 128Mi that the agent needs: write a size such as 256Mi; "
+        "there is no annotation keepstep.dev/keep-lasts: did you mean keepstep.dev/keep-last?; "
+        "keepstep.dev/memory: '1Mi' is less than the 128Mi that the agent needs: write a size such as 256Mi; "
         "part_size_bytes 1 is less than S3's minimum: give 5MiB or more",
         "hint: docs/annotations.md says which annotations every pod may be given",
     ]

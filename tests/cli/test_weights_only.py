@@ -1,4 +1,4 @@
-"""Old checkpoints lose their optimizer's files, as an operator sees it, and `mooring download` fetches what is left."""
+"""Old checkpoints lose their optimizer's files, as an operator sees it, and `keepstep download` fetches the rest."""
 
 import asyncio
 import json
@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 from tests.cli.test_prune_command import content
-from tests.harness.warm_python import mooring
+from tests.harness.warm_python import keepstep
 from tests.restore.stored_checkpoints import store_checkpoint
 from tests.servers.server import Bucket
 
-from mooring_agent.adapters.open_store import open_store
-from mooring_agent.core.stored.object_layout import COMMITS_PREFIX
+from keepstep_agent.adapters.open_store import open_store
+from keepstep_agent.core.stored.object_layout import COMMITS_PREFIX
 
 _KEEP = ("--keep-last=1", "--keep-every-steps=1", "--weights-only-after=0.001")
 
@@ -39,15 +39,15 @@ class _Run:
             for key in [one.key async for one in store.list(prefix)]:
                 await store.delete(key)
 
-    def mooring(self, command: str, *arguments: object, code: int = 0) -> str:
+    def keepstep(self, command: str, *arguments: object, code: int = 0) -> str:
         """Return what the command prints: the result, or for another code the error."""
         endpoint = ("--endpoint-url", self._bucket.endpoint_url)
-        completed = mooring(command, self._bucket.destination, *arguments, *endpoint)
+        completed = keepstep(command, self._bucket.destination, *arguments, *endpoint)
         assert completed.returncode == code, completed.stderr
         return completed.stderr if code else completed.stdout
 
     def json(self, command: str, *arguments: object) -> Any:
-        return json.loads(self.mooring(command, *arguments, "--json"))
+        return json.loads(self.keepstep(command, *arguments, "--json"))
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ def run(rclone_bucket: Bucket) -> _Run:
 
 def test_prune_shows_and_then_drops_and_ls_and_verify_say_what_is_left(run: _Run) -> None:
     before = content(run.settings)
-    shown = run.mooring("prune", *_KEEP)
+    shown = run.keepstep("prune", *_KEEP)
     rows = [line.split() for line in shown.splitlines()]
     assert [row[:6] for row in rows if "weights" in row] == [
         [f"checkpoint-{step}", f"0123abcd-00000{step}", "would", "be", "weights", "only"] for step in (2, 1)
@@ -70,17 +70,17 @@ def test_prune_shows_and_then_drops_and_ls_and_verify_say_what_is_left(run: _Run
     ]
     kinds = {row["step"]: (row["weights_only"], row["size_bytes"]) for row in run.json("ls")["checkpoints"]}
     assert kinds == {3: (False, 2011), 2: (True, 11), 1: (True, 11)}
-    assert [line.split()[2:4] for line in run.mooring("ls").splitlines()[2:]] == [["weights", "only"]] * 2
+    assert [line.split()[2:4] for line in run.keepstep("ls").splitlines()[2:]] == [["weights", "only"]] * 2
     for option in (("--step", 1), ("--all",)):
-        assert "every byte is as it was written" in run.mooring("verify", *option)
+        assert "every byte is as it was written" in run.keepstep("verify", *option)
 
 
 def test_download_fetches_one_checkpoint_and_weights_alone_only_if_asked(run: _Run, tmp_path: Path) -> None:
-    run.mooring("prune", *_KEEP, "--yes")
+    run.keepstep("prune", *_KEEP, "--yes")
     out = tmp_path / "out"
-    assert f"checkpoint-3 (step 3, 2.0 KiB) is in {out}/checkpoint-3" in run.mooring("download", out)
+    assert f"checkpoint-3 (step 3, 2.0 KiB) is in {out}/checkpoint-3" in run.keepstep("download", out)
     assert {path.name: path.read_bytes() for path in (out / "checkpoint-3").iterdir()} == _files(3)
-    refused = run.mooring("download", out, "--step", 1, code=1)
+    refused = run.keepstep("download", out, "--step", 1, code=1)
     assert "only one without its optimizer's files" in refused
     assert "add --weights-only" in refused
     fetched = run.json("download", out, "--step", 1, "--weights-only")
@@ -91,13 +91,13 @@ def test_download_fetches_one_checkpoint_and_weights_alone_only_if_asked(run: _R
 
 
 def test_download_leaves_the_optimizer_out_and_overwrites_nothing(run: _Run, tmp_path: Path) -> None:
-    run.mooring("download", tmp_path, "--weights-only")
+    run.keepstep("download", tmp_path, "--weights-only")
     assert not (tmp_path / "checkpoint-3" / "optimizer.pt").exists()
-    assert "is there already" in run.mooring("download", tmp_path, code=1)
+    assert "is there already" in run.keepstep("download", tmp_path, code=1)
     assert not (tmp_path / "checkpoint-3" / "optimizer.pt").exists()
-    assert "no committed checkpoint of step 9" in run.mooring("download", tmp_path, "--step", 9, code=1)
+    assert "no committed checkpoint of step 9" in run.keepstep("download", tmp_path, "--step", 9, code=1)
     everything = ("--optimizer-files", "*.pt,*.json,model*")
-    assert "is one of --optimizer-files" in run.mooring(
+    assert "is one of --optimizer-files" in run.keepstep(
         "download", tmp_path / "other", "--weights-only", *everything, code=1
     )
 
@@ -108,16 +108,16 @@ def test_a_damaged_checkpoint_leaves_nothing_behind(run: _Run, tmp_path: Path) -
             await store.put("checkpoint-3/0123abcd-000003/model.safetensors", b"weights 4")
 
     asyncio.run(damage())
-    assert "model.safetensors" in run.mooring("download", tmp_path / "out", code=1)
+    assert "model.safetensors" in run.keepstep("download", tmp_path / "out", code=1)
     assert list((tmp_path / "out").iterdir()) == []
 
 
 def test_a_run_that_has_weights_alone_is_not_begun_again(run: _Run, tmp_path: Path) -> None:
-    run.mooring("prune", *_KEEP, "--yes")
+    run.keepstep("prune", *_KEEP, "--yes")
     asyncio.run(run.delete(COMMITS_PREFIX))
-    refused = run.mooring("restore", "--volume", tmp_path / "volume", code=1)
+    refused = run.keepstep("restore", "--volume", tmp_path / "volume", code=1)
     assert "no whole checkpoint any more" in refused
-    assert "mooring download --weights-only" in refused
-    assert "only one without" in run.mooring("download", tmp_path / "out", code=1)
-    run.mooring("download", tmp_path / "out", "--weights-only")
+    assert "keepstep download --weights-only" in refused
+    assert "only one without" in run.keepstep("download", tmp_path / "out", code=1)
+    run.keepstep("download", tmp_path / "out", "--weights-only")
     assert (tmp_path / "out" / "checkpoint-2" / "model.safetensors").exists()

@@ -14,8 +14,8 @@ from typing import Any
 
 import grpc
 
-from mooring_api import names
-from mooring_api.v1 import agent_pb2, agent_pb2_grpc
+from keepstep_api import names
+from keepstep_api.v1 import agent_pb2, agent_pb2_grpc
 
 WAIT_SECONDS = 20.0
 

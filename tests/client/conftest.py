@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from tests.client.agent_server import AgentServer, serving
 
-from mooring import Checkpointer
-from mooring.agent_client import channel
-from mooring_api import names
+from keepstep import Checkpointer
+from keepstep.agent_client import channel
+from keepstep_api import names
 
 ENVIRONMENT = (
     names.ENV_VOLUME,
@@ -34,7 +34,7 @@ def set_deadlines(monkeypatch: pytest.MonkeyPatch, call_seconds: float, announce
 
 
 @pytest.fixture(autouse=True)
-def _no_mooring_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def _no_keepstep_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ENVIRONMENT:
         monkeypatch.delenv(name, raising=False)
 

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from mooring import Checkpointer
+from keepstep import Checkpointer
 
 # Those of them that change the disk.
 OPERATIONS = ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "shutil.rmtree", "open")
@@ -52,8 +52,8 @@ def replace(kill_before: int) -> None:
 def resume(save_of_old: str) -> None:
     path = Checkpointer(DIRECTORY).resume()
     content = (path / "state").read_text().strip() if path else "nothing"
-    record = json.loads((DIRECTORY / ".mooring/records/checkpoint-5.json").read_text())
-    entries = len([entry for entry in DIRECTORY.iterdir() if entry.name != ".mooring"])
+    record = json.loads((DIRECTORY / ".keepstep/records/checkpoint-5.json").read_text())
+    entries = len([entry for entry in DIRECTORY.iterdir() if entry.name != ".keepstep"])
     print(content, (record["save"] == save_of_old) == (content == "old"), entries, flush=True)
 
 
@@ -61,7 +61,7 @@ def main() -> None:
     for kill_before in itertools.count():
         shutil.rmtree(DIRECTORY, ignore_errors=True)
         in_a_process_of_its_own(save, "old")
-        save_of_old = json.loads((DIRECTORY / ".mooring/records/checkpoint-5.json").read_text())["save"]
+        save_of_old = json.loads((DIRECTORY / ".keepstep/records/checkpoint-5.json").read_text())["save"]
         killed = in_a_process_of_its_own(replace, kill_before)
         if not killed:
             print("none", end=" ", flush=True)

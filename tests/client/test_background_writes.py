@@ -3,7 +3,7 @@
 import threading
 from concurrent.futures import Future
 
-from mooring.framework_run.background_writes import BackgroundWrites
+from keepstep.framework_run.background_writes import BackgroundWrites
 
 _LONGEST_SECONDS = 60.0
 

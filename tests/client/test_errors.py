@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from mooring import Checkpointer, ErrorKind, MooringError, RanksError, UsageError, VolumeError
-from mooring.errors import StoreLostError
-from mooring_agent.core import errors as agent_errors
+from keepstep import Checkpointer, ErrorKind, KeepstepError, RanksError, UsageError, VolumeError
+from keepstep.errors import StoreLostError
+from keepstep_agent.core import errors as agent_errors
 
 BROKEN = {
     "protobuf is older than 3.20": "import sys\nsys.modules['google.protobuf.internal.builder'] = None",
@@ -20,8 +20,8 @@ BROKEN = {
     "grpcio is damaged": "import sys\nsys.modules['grpc'] = 'damaged'",
 }
 PROGRAM = """
-import mooring
-checkpointer = mooring.Checkpointer()
+import keepstep
+checkpointer = keepstep.Checkpointer()
 assert checkpointer.should_save(1, every=1)
 with checkpointer.save(1) as directory:
     (directory / "state").write_text("x")
@@ -33,7 +33,7 @@ checkpointer.finish()
 def test_an_installation_that_cannot_call_the_agent_saves_locally_and_says_so_once(broken: str, tmp_path: Path) -> None:
     ended = subprocess.run(
         [sys.executable, "-c", BROKEN[broken] + PROGRAM],
-        env={**os.environ, "MOORING_VOLUME": str(tmp_path), "GRPC_ENABLE_FORK_SUPPORT": "0"},
+        env={**os.environ, "KEEPSTEP_VOLUME": str(tmp_path), "GRPC_ENABLE_FORK_SUPPORT": "0"},
         capture_output=True,
         text=True,
         timeout=100,
@@ -50,12 +50,12 @@ def test_an_installation_that_cannot_call_the_agent_saves_locally_and_says_so_on
     [("a\0b", UsageError), ("loop", VolumeError), ("state-loop", VolumeError), ("file", VolumeError)],
 )
 def test_a_place_that_is_none_is_refused_by_an_error_of_ours(
-    directory: str, error: type[MooringError], tmp_path: Path
+    directory: str, error: type[KeepstepError], tmp_path: Path
 ) -> None:
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     (tmp_path / "file").write_text("")
     (tmp_path / "state-loop").mkdir()
-    (tmp_path / "state-loop" / ".mooring").symlink_to(tmp_path / "state-loop" / ".mooring")
+    (tmp_path / "state-loop" / ".keepstep").symlink_to(tmp_path / "state-loop" / ".keepstep")
     with pytest.raises(error) as raised:
         Checkpointer(tmp_path / directory)
     assert raised.value.hint
@@ -83,7 +83,7 @@ def test_a_traceback_shows_the_hint_below_the_message() -> None:
 
 
 @pytest.mark.parametrize("kind", [UsageError, VolumeError, RanksError])
-def test_an_error_crosses_ranks_whole(kind: type[MooringError]) -> None:
+def test_an_error_crosses_ranks_whole(kind: type[KeepstepError]) -> None:
     error = pickle.loads(pickle.dumps(kind(ErrorKind.RANKS_LATE, "late", hint="wait")))
     assert (type(error), str(error), error.kind, error.hint, error.__notes__) == (
         kind,

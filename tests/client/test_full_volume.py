@@ -10,9 +10,9 @@ import pytest
 import torch
 from tests.harness.small_volume import mounted
 
-from mooring import Checkpointer, ErrorKind, VolumeError
-from mooring.checkpoints.records import read_records
-from mooring.torch_loop import TrainingState
+from keepstep import Checkpointer, ErrorKind, VolumeError
+from keepstep.checkpoints.records import read_records
+from keepstep.torch_loop import TrainingState
 
 Make = Callable[..., Checkpointer]
 _MIB = 1 << 20
@@ -38,7 +38,7 @@ def write_training_state(directory: Path, size_bytes: int) -> None:
 
 
 def steps_saved(directory: Path) -> list[int]:
-    return sorted(record.step for record in read_records(directory / ".mooring" / "records"))
+    return sorted(record.step for record in read_records(directory / ".keepstep" / "records"))
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -57,7 +57,7 @@ def test_a_volume_that_fills_up_while_a_checkpoint_is_written_costs_that_checkpo
             write(directory, size_bytes)
     checkpointer.finish()
     assert steps_saved(small_volume) == [1, 3]
-    assert sorted(path.name for path in small_volume.iterdir()) == [".mooring", "checkpoint-1", "checkpoint-3"]
+    assert sorted(path.name for path in small_volume.iterdir()) == [".keepstep", "checkpoint-1", "checkpoint-3"]
     (warning,) = [message for message in caplog.messages if "given up" in message]
     assert "step=2" in warning
     assert re.search("check whether the volume.* is full", warning)
@@ -114,4 +114,4 @@ def test_what_is_not_the_volumes_fault_goes_through(
 
     with pytest.raises(type(error)), checkpointer.save(1) as directory:
         write_and_fail(directory)
-    assert [path.name for path in (tmp_path / "out").iterdir() if path.name != ".mooring"] == []
+    assert [path.name for path in (tmp_path / "out").iterdir() if path.name != ".keepstep"] == []

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-import mooring.gate.signal_file
-from mooring.gate import Action, SingleProcessGate
-from mooring.gate.sigterm import Sigterm
-from mooring_api import signal_file
+import keepstep.gate.signal_file
+from keepstep.gate import Action, SingleProcessGate
+from keepstep.gate.sigterm import Sigterm
+from keepstep_api import signal_file
 
 Make = Callable[[], SingleProcessGate]
 
@@ -39,7 +39,7 @@ def make(signal_path: Path) -> Iterator[Make]:
 
 @pytest.fixture
 def look_always(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mooring.gate.signal_file, "_LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(keepstep.gate.signal_file, "_LOOK_SECONDS", 0.0)
 
 
 def request_save(signal_path: Path, number: int, *, deadline_unix: float = 0.0) -> None:

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from tests.harness.claims import claims
 
-from mooring.agent_client.liveness import claimed, hold_liveness_lock
-from mooring.framework_run import FrameworkRun
-from mooring_agent.adapters.liveness import RankLocks
-from mooring_api import names
+from keepstep.agent_client.liveness import claimed, hold_liveness_lock
+from keepstep.framework_run import FrameworkRun
+from keepstep_agent.adapters.liveness import RankLocks
+from keepstep_api import names
 
 PROBE = """
 import fcntl, sys
@@ -25,7 +25,7 @@ with open(sys.argv[1], "r+b") as file:
 HOLDER = """
 import sys
 from pathlib import Path
-from mooring.agent_client.liveness import claimed, hold_liveness_lock
+from keepstep.agent_client.liveness import claimed, hold_liveness_lock
 print(hold_liveness_lock(Path(sys.argv[1])), flush=True)
 if len(sys.argv) > 2:
     with claimed(Path(sys.argv[1]), sys.argv[2]):

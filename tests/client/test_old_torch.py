@@ -1,4 +1,4 @@
-"""A torch that lacks what Mooring needs of it: what is said."""
+"""A torch that lacks what Keepstep needs of it: what is said."""
 
 import subprocess
 import sys
@@ -9,18 +9,18 @@ import pytest
 import torch.distributed
 from torch.distributed import HashStore, PrefixStore, TCPStore
 
-import mooring
-from mooring.ranks.rank_store import Ranks, RankStore, open_rank_store
+import keepstep
+from keepstep.ranks.rank_store import Ranks, RankStore, open_rank_store
 
 # As torch 2.8 is.
 TORCH_LOOP = """
 from torch.distributed.checkpoint import staging
 vars(staging).pop('DefaultStager', None)
 vars(staging).pop('StagingOptions', None)
-import mooring
+import keepstep
 try:
-    import mooring.torch_loop
-except mooring.UsageError as error:
+    import keepstep.torch_loop
+except keepstep.UsageError as error:
     print(error.kind, error.hint)
 """
 
@@ -28,7 +28,7 @@ except mooring.UsageError as error:
 def test_torch_loop_says_which_torch_it_needs(tmp_path: Path) -> None:
     ended = subprocess.run([sys.executable, "-c", TORCH_LOOP], cwd=tmp_path, capture_output=True, text=True, timeout=90)
     assert ended.returncode == 0, ended.stderr
-    assert ended.stdout == "unsupported install torch 2.9 or newer, or save with mooring.Checkpointer\n"
+    assert ended.stdout == "unsupported install torch 2.9 or newer, or save with keepstep.Checkpointer\n"
 
 
 class OldStore:
@@ -64,6 +64,6 @@ def test_ranks_of_an_old_torch_meet_over_a_second_connection(monkeypatch: pytest
 
 
 def test_ranks_say_which_torch_they_need_to_save_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(mooring.UsageError) as refused:
+    with pytest.raises(keepstep.UsageError) as refused:
         opened(monkeypatch, HashStore())
     assert "torch 2.8" in refused.value.hint

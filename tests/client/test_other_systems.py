@@ -13,7 +13,7 @@ from types import MappingProxyType
 import pytest
 from tests.servers.process import free_port
 
-from mooring_api import names
+from keepstep_api import names
 
 SYSTEMS = ("darwin", "win32")
 _TIMEOUT_SECONDS = 100.0
@@ -32,8 +32,8 @@ assert "grpc" not in sys.modules
 """
 
 LOOP = f"""{_BEGIN}
-import mooring
-checkpointer = mooring.Checkpointer(keep_local=2)
+import keepstep
+checkpointer = keepstep.Checkpointer(keep_local=2)
 path = checkpointer.resume()
 step = first = int((path / "state").read_text()) if path else 0
 while step < first + 5 and not checkpointer.stopping:
@@ -45,14 +45,14 @@ with checkpointer.save(step, kind="final") as directory:
     (directory / "state").write_text(str(step))
 {_END}
 checkpointer.finish()
-mooring.Checkpointer().close()
+keepstep.Checkpointer().close()
 print(first, step)
 """
 FRAMEWORK = f"""{_BEGIN}
 from pathlib import Path
-from mooring.framework_run import FrameworkRun
-from mooring.gate import Action
-from mooring.workers import worker_processes
+from keepstep.framework_run import FrameworkRun
+from keepstep.gate import Action
+from keepstep.workers import worker_processes
 run = FrameworkRun.current()
 run.hold_sigterm()
 newest = run.newest()
@@ -75,7 +75,7 @@ optimizer = torch.optim.AdamW(model.parameters())
 data = torch.utils.data.TensorDataset(torch.randn(40, 4))
 worker = torch.utils.data._utils.worker._worker_loop
 {_BEGIN}
-from mooring.torch_loop import TorchLoop
+from keepstep.torch_loop import TorchLoop
 loop = TorchLoop(model, optimizer, loader=torch.utils.data.DataLoader(data, batch_size=4))
 first = loop.steps_done
 for (batch,) in loop.batches(steps=first + 4):
@@ -92,8 +92,8 @@ RANKS = f"""
 import torch.distributed
 torch.distributed.init_process_group("gloo")
 {_BEGIN}
-import mooring
-checkpointer = mooring.Checkpointer()
+import keepstep
+checkpointer = keepstep.Checkpointer()
 path = checkpointer.resume()
 step = first = int((path / os.environ["RANK"]).read_text()) if path else 0
 while step < first + 6:
@@ -129,7 +129,7 @@ def said(process: "subprocess.Popen[str]") -> tuple[str, str]:
 
 
 def is_told_once(errors: str, system: str) -> bool:
-    return errors.startswith("Mooring protects nothing on this operating system") and (
+    return errors.startswith("Keepstep protects nothing on this operating system") and (
         errors.count("\n") == 1 and f"system={system} " in errors
     )
 
@@ -141,7 +141,7 @@ def test_a_loop_saves_and_resumes_locally_and_is_told_once(tmp_path: Path, syste
         assert output == expected
         assert is_told_once(errors, system), errors
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [
-        *(".mooring", "checkpoint-10", "checkpoint-8")
+        *(".keepstep", "checkpoint-10", "checkpoint-8")
     ]
 
 

@@ -1,5 +1,5 @@
-"""Autoload in images without grpcio or protobuf: real interpreters, what `mooring restore --autoload-to` copies, and an
-agent. `tests/compatibility` stops and resumes a run of one.
+"""Autoload in images without grpcio or protobuf: real interpreters, what `keepstep restore --autoload-to` copies, and
+an agent. `tests/compatibility` stops and resumes a run of one.
 """
 
 import os
@@ -13,16 +13,16 @@ import pytest
 from tests.client.agent_server import AgentServer, serving
 from tests.compatibility.environments import ENVIRONMENTS
 
-from mooring_agent.cli.autoload import copy_autoload
-from mooring_agent.core.injection import volumes
-from mooring_agent.core.injection.pod import quantity_or_nothing
-from mooring_api import names
+from keepstep_agent.cli.autoload import copy_autoload
+from keepstep_agent.core.injection import volumes
+from keepstep_agent.core.injection.pod import quantity_or_nothing
+from keepstep_api import names
 
 _TIMEOUT_SECONDS = 100.0
 PROGRAM = """
 import importlib.util, sys
-import mooring
-checkpointer = mooring.Checkpointer()
+import keepstep
+checkpointer = keepstep.Checkpointer()
 assert checkpointer.resume() is None
 with checkpointer.save(1) as directory:
     (directory / "state").write_text("1")
@@ -168,16 +168,16 @@ def test_another_minor_version_of_python_goes_on_with_one_line(
     assert (volume / "checkpoints" / "checkpoint-1" / "state").exists()
 
 
-def test_a_run_on_one_machine_takes_them_from_beside_the_agents_mooring(
+def test_a_run_on_one_machine_takes_them_from_beside_the_agents_keepstep(
     bare: Path, injected: Path, image: Path, volume: Path, agent: AgentServer, tmp_path: Path
 ) -> None:
-    """As with `mooring run --autoload`, if the agent is installed and not this checkout: one site-packages has all."""
+    """As with `keepstep run --autoload`, if the agent is installed and not this checkout: one site-packages has all."""
     installed = tmp_path / "site-packages"
     shutil.copytree(injected / "vendor", installed)
-    for name in ("mooring", "mooring_api"):
+    for name in ("keepstep", "keepstep_api"):
         shutil.move(injected / name, installed / name)
     (installed / "another_package").mkdir()
-    got = run(bare, volume, installed / "mooring" / "autoload" / "path", image)
+    got = run(bare, volume, installed / "keepstep" / "autoload" / "path", image)
     assert (got.returncode, got.stderr) == (7, "")
     lines = got.stdout.splitlines()
     assert lines[0] == str(installed / "grpc" / "__init__.py")

@@ -13,14 +13,14 @@ from typing import Any, Final, cast
 import pytest
 import torch.distributed
 
-import mooring
-from mooring.integrations import accelerate, deepspeed
-from mooring.integrations.ownership import protect_new
-from mooring.private_members import PRIVATE_MEMBERS, require
-from mooring.ranks.rank_store import Ranks, open_rank_store
-from mooring.torch_loop.saver import Saver
-from mooring.torch_loop.storage import Storage
-from mooring.workers import fork_server
+import keepstep
+from keepstep.integrations import accelerate, deepspeed
+from keepstep.integrations.ownership import protect_new
+from keepstep.private_members import PRIVATE_MEMBERS, require
+from keepstep.ranks.rank_store import Ranks, open_rank_store
+from keepstep.torch_loop.saver import Saver
+from keepstep.torch_loop.storage import Storage
+from keepstep.workers import fork_server
 
 _ROOT: Final = Path(__file__).parents[2]
 
@@ -90,7 +90,7 @@ def test_an_accelerator_that_lacks_one_is_not_protected_and_one_line_says_why(
     protect_new(Renamed, accelerate.install)
     Renamed()
     said = capfd.readouterr().err
-    assert said.startswith("mooring: Renamed is not protected: AttributeError: accelerate ")
+    assert said.startswith("keepstep: Renamed is not protected: AttributeError: accelerate ")
     assert "has no accelerate.Accelerator._models" in said
     assert said.count("\n") == 1
 
@@ -114,7 +114,7 @@ def test_a_python_whose_fork_server_is_another_is_named(monkeypatch: pytest.Monk
 def test_a_torch_whose_store_is_not_found_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.delattr(torch.distributed.distributed_c10d, "_get_default_store")
-    with pytest.raises(mooring.UsageError, match=r"torch \S+ has no .*\._get_default_store"):
+    with pytest.raises(keepstep.UsageError, match=r"torch \S+ has no .*\._get_default_store"):
         open_rank_store(Ranks(world_size=2), "any")
 
 
@@ -124,7 +124,7 @@ def test_a_torch_whose_stager_is_another_only_makes_the_first_copy_slower(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     saver = Saver(cast(Storage, None))
     monkeypatch.delattr(saver._stager, "_state_dict_stager")
-    with caplog.at_level(logging.WARNING, logger="mooring"):
+    with caplog.at_level(logging.WARNING, logger="keepstep"):
         saver.warm_up(lambda: {"weights": torch.zeros(1)})
     assert "training will wait longer for the first copy" in caplog.text
     assert "_cached_storage_mapping" in caplog.text

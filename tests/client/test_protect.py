@@ -1,11 +1,11 @@
-"""`mooring.protect`: what it takes, by the names of classes alone. The frameworks' own tests protect the real ones."""
+"""`keepstep.protect`: what it takes, by the names of classes alone. The frameworks' own tests protect the real ones."""
 
 import sys
 from types import ModuleType
 
 import pytest
 
-import mooring
+import keepstep
 
 TAKEN = [
     ("transformers.trainer", "Trainer", "hugging_face"),
@@ -31,7 +31,7 @@ class Integration(ModuleType):
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch, integration: str, error: Exception | None = None) -> Integration:
-    module = Integration(f"mooring.integrations.{integration}", error)
+    module = Integration(f"keepstep.integrations.{integration}", error)
     monkeypatch.setitem(sys.modules, module.__name__, module)
     return module
 
@@ -48,16 +48,16 @@ def test_a_frameworks_trainer_is_handed_to_its_integration_and_returned(
 ) -> None:
     stood_in = stand_in(monkeypatch, integration)
     trainer = trainer_of(module, name)
-    assert mooring.protect(trainer) is trainer
+    assert keepstep.protect(trainer) is trainer
     assert stood_in.protected == [trainer]
 
 
-@pytest.mark.parametrize("x", [None, 3, trainer_of("somewhere.trainer", "Trainer"), mooring.Kind, len])
+@pytest.mark.parametrize("x", [None, 3, trainer_of("somewhere.trainer", "Trainer"), keepstep.Kind, len])
 def test_anything_else_is_refused_with_what_it_takes(x: object) -> None:
-    with pytest.raises(mooring.UsageError, match="Mooring cannot protect a") as raised:
-        mooring.protect(x)
+    with pytest.raises(keepstep.UsageError, match="Keepstep cannot protect a") as raised:
+        keepstep.protect(x)
     assert "Accelerator" in raised.value.hint
-    assert "mooring.Checkpointer" in raised.value.hint
+    assert "keepstep.Checkpointer" in raised.value.hint
 
 
 def test_an_integration_that_fails_costs_one_warning_and_not_the_training(
@@ -65,5 +65,5 @@ def test_an_integration_that_fails_costs_one_warning_and_not_the_training(
 ) -> None:
     stand_in(monkeypatch, "accelerate", AttributeError("no such attribute"))
     trainer = trainer_of("accelerate.accelerator", "Accelerator")
-    assert mooring.protect(trainer) is trainer
-    assert capsys.readouterr().err == "mooring: Mine is not protected: AttributeError: no such attribute\n"
+    assert keepstep.protect(trainer) is trainer
+    assert capsys.readouterr().err == "keepstep: Mine is not protected: AttributeError: no such attribute\n"

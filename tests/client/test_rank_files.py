@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from mooring import Checkpointer
-from mooring.checkpoints.rank_files import file_of_a_rank
-from mooring.checkpoints.records import read_records, write_record
-from mooring_api import names
+from keepstep import Checkpointer
+from keepstep.checkpoints.rank_files import file_of_a_rank
+from keepstep.checkpoints.records import read_records, write_record
+from keepstep_api import names
 
 Make = Callable[..., Checkpointer]
 

@@ -11,8 +11,8 @@ from tests.client.agent_server import AgentServer, serving
 from tests.client.ranks.job import Rank, job, notify
 from tests.torch_loop.torchrun import torchrun
 
-from mooring_api import names, signal_file
-from mooring_api.v1 import agent_pb2
+from keepstep_api import names, signal_file
+from keepstep_api.v1 import agent_pb2
 
 ENOUGH_STEPS = 900
 LINGERING = Path(__file__).with_name("ranks") / "lingering.py"
@@ -35,7 +35,7 @@ def begin(ranks: list[Rank], steps: int) -> None:
 
 
 def record_of(volume: Path, name: str) -> dict[str, object]:
-    record: dict[str, object] = json.loads((volume / ".mooring/records" / f"{name}.json").read_text())
+    record: dict[str, object] = json.loads((volume / ".keepstep/records" / f"{name}.json").read_text())
     return record
 
 
@@ -252,9 +252,9 @@ def test_one_file_of_rank_0_is_whole_whatever_the_other_pod_has_under_its_name(t
         announced = first.requests("AnnounceCheckpoint")
         assert sorted((one.rank, one.world_size, one.local_world_size) for one in announced) == [(0, 2, 2), (1, 2, 2)]
         assert second.requests("AnnounceCheckpoint") == []
-    record = json.loads((pods[0] / ".mooring/records/epoch=0-step=1.ckpt.json").read_text())
+    record = json.loads((pods[0] / ".keepstep/records/epoch=0-step=1.ckpt.json").read_text())
     assert (record["world_size"], record["ranks"]) == (2, [0, 1])
-    assert not list((pods[1] / ".mooring/records").glob("*"))
+    assert not list((pods[1] / ".keepstep/records").glob("*"))
 
 
 def test_what_is_not_there_is_never_taken_for_saved(tmp_path: Path, volume: Path) -> None:
@@ -320,7 +320,7 @@ def test_pods_that_hold_only_their_own_parts_do_not_begin_afresh(tmp_path: Path)
     with job("checkpointer", tmp_path, pods, local_world_size=1) as ranks:
         assert [rank.exit_code() for rank in ranks] == [1, 1]
         assert all(
-            "run `mooring restore`" in rank.log_text() or "none that is whole" in rank.log_text() for rank in ranks
+            "run `keepstep restore`" in rank.log_text() or "none that is whole" in rank.log_text() for rank in ranks
         )
 
 

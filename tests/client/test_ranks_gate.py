@@ -17,12 +17,12 @@ import pytest
 import torch.distributed as distributed
 from tests.harness.agent_process import wait_until
 
-import mooring.gate.gates
-import mooring.ranks.rank_store
-from mooring.gate import Action, RanksGate
-from mooring.gate.sigterm import Sigterm
-from mooring.ranks.rank_store import Ranks, RankStore
-from mooring_api import signal_file
+import keepstep.gate.gates
+import keepstep.ranks.rank_store
+from keepstep.gate import Action, RanksGate
+from keepstep.gate.sigterm import Sigterm
+from keepstep.ranks.rank_store import Ranks, RankStore
+from keepstep_api import signal_file
 
 WAIT_SECONDS = 30.0
 
@@ -130,12 +130,12 @@ def test_a_notice_on_any_rank_stops_all_at_the_same_step(tmp_path: Path, seed: i
 def test_rounds_without_all_ranks_are_off_and_the_first_with_all_stops_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(mooring.gate.gates, "_RANK_0_WAIT_SECONDS", 0.05)
+    monkeypatch.setattr(keepstep.gate.gates, "_RANK_0_WAIT_SECONDS", 0.05)
     with gates(tmp_path, 3, absent=frozenset({2})) as made:
         made[1].notice()
         wait_until(lambda: caplog.text.count("did not agree") >= 8, WAIT_SECONDS, "rounds are tried and called off")
         assert run_all([partial(train, gate, until=3) for gate in made[:2]]) == [[], []]
-        monkeypatch.setattr(mooring.gate.gates, "_RANK_0_WAIT_SECONDS", WAIT_SECONDS)
+        monkeypatch.setattr(keepstep.gate.gates, "_RANK_0_WAIT_SECONDS", WAIT_SECONDS)
         made.come(2)
         results = run_all([partial(train, gate, until=1_000_000) for gate in made])
     assert len({tuple(result) for result in results}) == 1, results
@@ -145,7 +145,7 @@ def test_rounds_without_all_ranks_are_off_and_the_first_with_all_stops_them(
 def test_a_save_that_cannot_be_agreed_on_is_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(mooring.gate.gates, "_RANK_0_WAIT_SECONDS", 0.05)
+    monkeypatch.setattr(keepstep.gate.gates, "_RANK_0_WAIT_SECONDS", 0.05)
     request_save(tmp_path / "signal-1", 0)
     with gates(tmp_path, 3, absent=frozenset({2})) as made:
         request_save(tmp_path / "signal-1", 1)
@@ -246,7 +246,7 @@ def test_more_files_than_select_can_wait_for_are_no_trouble() -> None:
 def test_the_store_holds_no_more_after_a_hundred_requested_saves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mooring.ranks.rank_store, "_SHORTEST_LOOK_SECONDS", 0.0005)
+    monkeypatch.setattr(keepstep.ranks.rank_store, "_SHORTEST_LOOK_SECONDS", 0.0005)
     rounds, held = 100, []
     with gates(tmp_path, 2, signal_path="signal") as made:
         asked = threading.Barrier(2)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mooring.checkpoints.records import Kind, Record, RecordedFile, read_records, remove_record, write_record
+from keepstep.checkpoints.records import Kind, Record, RecordedFile, read_records, remove_record, write_record
 
 
 def record(

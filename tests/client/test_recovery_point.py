@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from tests.client.agent_server import AgentServer, serving
 
-import mooring
-from mooring import Checkpointer
-from mooring_api import names
+import keepstep
+from keepstep import Checkpointer
+from keepstep_api import names
 
 Make = Callable[..., Checkpointer]
 
@@ -42,7 +42,7 @@ def test_where_no_agent_keeps_the_recovery_point_the_program_saves_at_that_inter
 
 @pytest.mark.parametrize("wrong", [{"recovery_point": 5}, {"recovery_point": "10m", "max_overhead": 2}])
 def test_an_objective_that_makes_no_sense_is_refused(wrong: dict[str, Any], make_checkpointer: Make) -> None:
-    with pytest.raises(mooring.UsageError, match=r"recovery_point|max_overhead|duration"):
+    with pytest.raises(keepstep.UsageError, match=r"recovery_point|max_overhead|duration"):
         make_checkpointer().should_save(1, **wrong)
 
 
@@ -69,5 +69,5 @@ def test_what_the_program_counts_goes_with_the_announcement(agent: AgentServer, 
     "units", [{"tokens": -1}, {"tokens": float("nan")}, {"": 1}, {"a b": 1}, {str(n): n for n in range(17)}, {"a": "b"}]
 )
 def test_what_cannot_be_counted_is_refused(units: dict[str, Any], make_checkpointer: Make) -> None:
-    with pytest.raises(mooring.UsageError, match="units"):
+    with pytest.raises(keepstep.UsageError, match="units"):
         make_checkpointer().save(1, units=units)

@@ -9,11 +9,11 @@ import pytest
 import torch.distributed as distributed
 from tests.harness.agent_process import wait_until
 
-from mooring.errors import ErrorKind, RanksError, StoreLostError
-from mooring.ranks import coordinator, rank_store
-from mooring.ranks.coordinator import StoreCoordinator
-from mooring.ranks.rank_store import KeyStore, Ranks, RankStore
-from mooring.ranks.rendezvous import rendezvous
+from keepstep.errors import ErrorKind, RanksError, StoreLostError
+from keepstep.ranks import coordinator, rank_store
+from keepstep.ranks.coordinator import StoreCoordinator
+from keepstep.ranks.rank_store import KeyStore, Ranks, RankStore
+from keepstep.ranks.rendezvous import rendezvous
 
 WAIT_SECONDS = 30.0
 

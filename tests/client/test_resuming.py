@@ -14,15 +14,15 @@ from tests.client.agent_server import AgentServer, serving
 pytest.importorskip("torch", reason="PyTorch has no wheel for this Python here")
 import torch.distributed as distributed
 
-from mooring import resuming
-from mooring.agent_client import restores
-from mooring.agent_client.client import Agent
-from mooring.checkpoints.records import Kind, Record
-from mooring.errors import ErrorKind, RanksError, RestoreError
-from mooring.ranks.coordinator import StoreCoordinator
-from mooring.ranks.rank_store import Ranks, RankStore
-from mooring_api import names
-from mooring_api.v1 import agent_pb2
+from keepstep import resuming
+from keepstep.agent_client import restores
+from keepstep.agent_client.client import Agent
+from keepstep.checkpoints.records import Kind, Record
+from keepstep.errors import ErrorKind, RanksError, RestoreError
+from keepstep.ranks.coordinator import StoreCoordinator
+from keepstep.ranks.rank_store import Ranks, RankStore
+from keepstep_api import names
+from keepstep_api.v1 import agent_pb2
 
 WAIT_SECONDS = 60.0
 

@@ -7,8 +7,8 @@ from typing import Any
 import numpy
 import pytest
 
-from mooring.errors import UsageError
-from mooring.save_schedule import SaveSchedule, parse_interval
+from keepstep.errors import UsageError
+from keepstep.save_schedule import SaveSchedule, parse_interval
 
 
 def due_at(schedule: SaveSchedule, steps: list[int], every: int) -> list[int]:
@@ -92,7 +92,7 @@ def test_a_duration_counts_from_the_last_save_of_any_kind() -> None:
 
 
 def test_a_counter_that_does_not_move_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.WARNING, "mooring")
+    caplog.set_level(logging.WARNING, "keepstep")
     schedule = SaveSchedule(0.0)
     for step in (1, 2):
         for _ in range(5000):
@@ -101,7 +101,7 @@ def test_a_counter_that_does_not_move_is_said_once(caplog: pytest.LogCaptureFixt
 
 
 def test_a_program_that_is_told_to_save_and_never_does_hears_of_it_once(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.WARNING, "mooring")
+    caplog.set_level(logging.WARNING, "keepstep")
     schedule = SaveSchedule(0.0)
     for step in range(10):
         schedule.at(step)
@@ -111,7 +111,7 @@ def test_a_program_that_is_told_to_save_and_never_does_hears_of_it_once(caplog: 
 
 @pytest.mark.parametrize("saves_every", [1, 2])
 def test_a_program_that_saves_and_asks_often_hears_nothing(caplog: pytest.LogCaptureFixture, saves_every: int) -> None:
-    caplog.set_level(logging.WARNING, "mooring")
+    caplog.set_level(logging.WARNING, "keepstep")
     schedule = SaveSchedule(0.0)
     for step in range(10):
         schedule.at(step)

@@ -5,18 +5,18 @@ from pathlib import Path
 
 import pytest
 
-from mooring.errors import UsageError
-from mooring.settings import Settings, read_settings
+from keepstep.errors import UsageError
+from keepstep.settings import Settings, read_settings
 
 
 def test_the_volume_alone_gives_every_place() -> None:
-    assert read_settings({"MOORING_VOLUME": "/v"}) == Settings(
-        volume=Path("/v"), checkpoint_directory=Path("/v/checkpoints"), socket=Path("/v/.mooring/agent.sock")
+    assert read_settings({"KEEPSTEP_VOLUME": "/v"}) == Settings(
+        volume=Path("/v"), checkpoint_directory=Path("/v/checkpoints"), socket=Path("/v/.keepstep/agent.sock")
     )
 
 
 def test_the_environment_can_move_each_place() -> None:
-    environment = {"MOORING_VOLUME": "/v", "MOORING_CHECKPOINT_DIRECTORY": "/v/out", "MOORING_SOCKET": "/run/a.sock"}
+    environment = {"KEEPSTEP_VOLUME": "/v", "KEEPSTEP_CHECKPOINT_DIRECTORY": "/v/out", "KEEPSTEP_SOCKET": "/run/a.sock"}
     assert read_settings(environment) == Settings(
         volume=Path("/v"), checkpoint_directory=Path("/v/out"), socket=Path("/run/a.sock")
     )
@@ -24,7 +24,7 @@ def test_the_environment_can_move_each_place() -> None:
 
 def test_arguments_go_before_the_environment(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
-    settings = read_settings({"MOORING_VOLUME": "/v", "MOORING_SOCKET": "/s"}, directory="/w/out", volume=Path("/w"))
+    settings = read_settings({"KEEPSTEP_VOLUME": "/v", "KEEPSTEP_SOCKET": "/s"}, directory="/w/out", volume=Path("/w"))
     assert (settings.volume, settings.checkpoint_directory, settings.socket) == (
         Path("/w"),
         Path("/w/out"),
@@ -33,14 +33,14 @@ def test_arguments_go_before_the_environment(caplog: pytest.LogCaptureFixture) -
     assert caplog.messages == []
 
 
-@pytest.mark.parametrize("environment", [{}, {"MOORING_VOLUME": "", "MOORING_SOCKET": ""}])
+@pytest.mark.parametrize("environment", [{}, {"KEEPSTEP_VOLUME": "", "KEEPSTEP_SOCKET": ""}])
 def test_without_a_volume_there_is_one_directory_and_no_agent(environment: dict[str, str]) -> None:
     settings = read_settings(environment, directory="/out")
     assert (settings.volume, settings.checkpoint_directory, settings.socket) == (Path("/out"), Path("/out"), None)
 
 
 def test_a_directory_outside_the_volume_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    read_settings({"MOORING_VOLUME": "/v"}, directory="/elsewhere")
+    read_settings({"KEEPSTEP_VOLUME": "/v"}, directory="/elsewhere")
     assert "directory=/elsewhere volume=/v" in caplog.text
 
 

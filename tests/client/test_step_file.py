@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from mooring import Checkpointer
-from mooring.agent_client import step_file as told
-from mooring.agent_client.step_file import StepFile
-from mooring_api import names
-from mooring_api.step_file import SIZE_BYTES, StepRecord, decode, encode
+from keepstep import Checkpointer
+from keepstep.agent_client import step_file as told
+from keepstep.agent_client.step_file import StepFile
+from keepstep_api import names
+from keepstep_api.step_file import SIZE_BYTES, StepRecord, decode, encode
 
 
 class Clock:

@@ -14,7 +14,7 @@ from tests.client.agent_server import AgentServer
 from tests.client.conftest import Trainer
 from tests.harness.small_volume import mounted
 
-from mooring_api import names
+from keepstep_api import names
 
 Start = Callable[..., Trainer]
 ROOT = Path(__file__).parents[2]
@@ -48,7 +48,7 @@ def test_sigterm_saves_at_that_very_step_and_leaves_with_143(start_trainer: Star
     code, errors = trainer.end()
     assert code == names.JUST_IN_TIME_EXIT_CODE
     assert "Traceback" not in errors
-    record = json.loads((volume / ".mooring/records/checkpoint-4.json").read_text())
+    record = json.loads((volume / ".keepstep/records/checkpoint-4.json").read_text())
     assert (record["step"], record["kind"]) == (4, "just-in-time")
 
     again = start_trainer()
@@ -57,8 +57,8 @@ def test_sigterm_saves_at_that_very_step_and_leaves_with_143(start_trainer: Star
 
 LEAVING = """
 import atexit, os, signal, subprocess, sys
-import mooring
-from mooring.framework_run import FrameworkRun
+import keepstep
+from keepstep.framework_run import FrameworkRun
 
 class TheVeryEnd:
     # The interpreter has no handlers any more when it comes to what __main__ holds.
@@ -79,7 +79,7 @@ def at_exit():
 
 the_very_end = TheVeryEnd()
 if sys.argv[1] == "checkpointer":
-    saver = mooring.Checkpointer()
+    saver = keepstep.Checkpointer()
     leave = saver.finish
     sigterm()
     assert saver.should_save(1)
@@ -171,8 +171,8 @@ def test_a_second_live_process_leaves_the_firsts_unfinished_save_alone(start_tra
 
 FORKING = """
 import torch
-import mooring
-from mooring.agent_client import channel
+import keepstep
+from keepstep.agent_client import channel
 
 # An agent that answers is not away, however slow the machine.
 channel.ANNOUNCE_SECONDS = channel.Channel._call.__kwdefaults__["deadline_seconds"] = 60.0
@@ -189,7 +189,7 @@ def loader():
 if __name__ == "__main__":
     before = loader()
     early = iter(before)                       # forked before any call
-    checkpointer = mooring.Checkpointer()
+    checkpointer = keepstep.Checkpointer()
     total, step = 0, 0
     for epoch in range(4):
         for batch in early if epoch == 0 else loader():      # and again after calls
@@ -224,10 +224,10 @@ def test_data_loaders_with_forked_workers_live_beside_the_calls(
 FORK_AFTER_EVERY_CALL = """
 import os, sys
 from pathlib import Path
-from mooring.agent_client.channel import Channel
-from mooring.checkpoints.records import Kind
-from mooring.errors import AgentError
-from mooring.ranks.rank_store import Ranks
+from keepstep.agent_client.channel import Channel
+from keepstep.checkpoints.records import Kind
+from keepstep.errors import AgentError
+from keepstep.ranks.rank_store import Ranks
 Channel._call.__kwdefaults__["deadline_seconds"] = 60.0
 channel = Channel(Path(sys.argv[1]), Ranks())
 for step in range(200):
@@ -259,18 +259,18 @@ def test_a_fork_right_after_a_call_neither_hangs_nor_calls(tmp_path: Path, volum
 
 @pytest.mark.usefixtures("_no_fork_handlers_set")
 def test_a_program_that_loaded_grpc_first_is_told_what_to_set(tmp_path: Path) -> None:
-    told = run("-c", "import grpc, mooring.agent_client.channel", directory=tmp_path)
+    told = run("-c", "import grpc, keepstep.agent_client.channel", directory=tmp_path)
     assert "GRPC_ENABLE_FORK_SUPPORT=0" in told.stderr
-    told = run("-c", "import grpc, mooring.agent_client.channel", directory=tmp_path, GRPC_ENABLE_FORK_SUPPORT="0")
+    told = run("-c", "import grpc, keepstep.agent_client.channel", directory=tmp_path, GRPC_ENABLE_FORK_SUPPORT="0")
     assert told.stderr == ""
 
 
 LOADED = """
 import sys
-import mooring
-with mooring.Checkpointer().save(1) as directory:
+import keepstep
+with keepstep.Checkpointer().save(1) as directory:
     (directory / "state").write_text("x")
-print([name for name in ("grpc", "torch", "mooring_agent", "aiobotocore", "google.protobuf") if name in sys.modules])
+print([name for name in ("grpc", "torch", "keepstep_agent", "aiobotocore", "google.protobuf") if name in sys.modules])
 """
 
 
@@ -288,8 +288,8 @@ def test_beside_an_agent_it_loads_neither_torch_nor_the_agents_packages(
 
 # The user's own write fails in step 2, what the client adds in step 3.
 FULL = """
-import mooring
-checkpointer = mooring.Checkpointer()
+import keepstep
+checkpointer = keepstep.Checkpointer()
 with checkpointer.save(1) as directory:
     (directory / "state").write_text("1")
 with checkpointer.save(2) as directory:
@@ -308,7 +308,7 @@ blocks.unlink()
 with checkpointer.save(4) as directory:
     (directory / "state").write_text("4")
 checkpointer.finish()
-print(mooring.Checkpointer().resume().name)
+print(keepstep.Checkpointer().resume().name)
 """
 
 

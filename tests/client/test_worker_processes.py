@@ -12,8 +12,8 @@ import pytest
 from tests.harness.agent_process import wait_until
 from tests.servers.process import free_port
 
-from mooring import autoload
-from mooring.workers import worker_processes
+from keepstep import autoload
+from keepstep.workers import worker_processes
 
 PROGRAM = Path(__file__).with_name("worker_program.py")
 _TIMEOUT_SECONDS = 100.0
@@ -206,7 +206,7 @@ def test_the_checkpoint_writer_obeys_its_own_sigterm(tmp_path: Path) -> None:
 def test_a_torch_that_has_changed_costs_one_warning() -> None:
     code = """if True:
         import sys, types
-        from mooring.workers import worker_processes
+        from keepstep.workers import worker_processes
         module = sys.modules["torch.utils.data._utils.worker"] = types.ModuleType("torch.utils.data._utils.worker")
         for parent in ("torch", "torch.utils", "torch.utils.data", "torch.utils.data._utils"):
             sys.modules[parent] = types.ModuleType(parent)
@@ -216,12 +216,12 @@ def test_a_torch_that_has_changed_costs_one_warning() -> None:
     """
     got = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=_TIMEOUT_SECONDS)
     assert got.stdout == "program\n"
-    assert got.stderr.startswith("mooring: DataLoader workers are not protected: AttributeError: ")
+    assert got.stderr.startswith("keepstep: DataLoader workers are not protected: AttributeError: ")
     assert got.stderr.count("\n") == 1
 
 
 def test_nothing_of_torch_is_imported_for_it() -> None:
-    code = "import sys; from mooring.workers import worker_processes as w; w.install(); print('torch' in sys.modules)"
+    code = "import sys; from keepstep.workers import worker_processes as w; w.install(); print('torch' in sys.modules)"
     got = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=_TIMEOUT_SECONDS)
     assert (got.stdout, got.stderr) == ("False\n", "")
 
@@ -234,7 +234,7 @@ def test_a_worker_finds_its_entry_by_name() -> None:
 def test_other_children_of_the_fork_server_obey_sigterm_and_it_goes_with_the_program() -> None:
     code = """if True:
         import multiprocessing, multiprocessing.forkserver, os, signal, time
-        from mooring.workers import fork_server
+        from keepstep.workers import fork_server
         fork_server.keep_alive()
         fork_server.keep_alive()
         context = multiprocessing.get_context("forkserver")

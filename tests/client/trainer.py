@@ -7,8 +7,8 @@ import logging
 import os
 import sys
 
-import mooring
-from mooring.agent_client import channel
+import keepstep
+from keepstep.agent_client import channel
 
 # On a slow machine an agent that answers is not away.
 channel.ANNOUNCE_SECONDS = 60.0  # type: ignore[misc]
@@ -17,7 +17,7 @@ channel.Channel._call.__kwdefaults__["deadline_seconds"] = 60.0  # type: ignore[
 
 def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
-    checkpointer = mooring.Checkpointer()
+    checkpointer = keepstep.Checkpointer()
     path = checkpointer.resume()
     step = int((path / "state").read_text()) if path else 0
     print(f"begin {step}", flush=True)

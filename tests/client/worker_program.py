@@ -27,7 +27,7 @@ if __name__ == "__mp_main__" and ARGUMENTS.early:
         time.sleep(0.01)
 
 if ARGUMENTS.install == "before-torch":
-    from mooring.workers import worker_processes
+    from keepstep.workers import worker_processes
 
     worker_processes.install()
 
@@ -35,7 +35,7 @@ import torch  # noqa: E402
 from torch.utils.data import DataLoader, Dataset  # noqa: E402
 
 if ARGUMENTS.install == "after-torch":
-    from mooring.workers import worker_processes
+    from keepstep.workers import worker_processes
 
     worker_processes.install()
     worker_processes.install()

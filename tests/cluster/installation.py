@@ -75,7 +75,7 @@ class Installation:
                 made = self.api.create(pod, dry_run=True).object
             except ApiError:
                 return False
-            return "mooring-agent" in str(made["spec"])
+            return "keepstep-agent" in str(made["spec"])
 
         wait_until(injects, _SECONDS, "pods are injected")
 

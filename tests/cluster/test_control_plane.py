@@ -23,8 +23,8 @@ from tests.cluster.installation import changed_for_a_process, without_classes, w
 from tests.injection import golden_pods
 from tests.servers.process import accepts
 
-from mooring_agent.adapters.kubernetes import ApiServer
-from mooring_agent.core.errors import ClusterError
+from keepstep_agent.adapters.kubernetes import ApiServer
+from keepstep_agent.core.errors import ClusterError
 
 ROOT = Path(__file__).parents[2]
 

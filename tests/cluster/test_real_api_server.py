@@ -20,8 +20,8 @@ from tests.harness.installed_chart import SERVICE, bundle_patch, kept_when_due
 from tests.harness.webhook_process import training_pod
 from tests.injection import golden_pods
 
-from mooring_agent.core.injection.spec import Mutation
-from mooring_agent.webhook.certificates import read_secret
+from keepstep_agent.core.injection.spec import Mutation
+from keepstep_agent.webhook.certificates import read_secret
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -44,7 +44,7 @@ def init_containers(made: Object) -> list[str]:
     return [one["name"] for one in made["spec"].get("initContainers", [])]
 
 
-INJECTED = ["mooring-restore", "mooring-agent"]
+INJECTED = ["keepstep-restore", "keepstep-agent"]
 
 
 @pytest.fixture
@@ -71,18 +71,18 @@ def test_a_pod_that_asks_for_it_gets_the_agent_and_others_are_left_alone(
     asked = webhook.get("/metrics")[1]
     plain = installation.api.create(plain_pod(namespace)).object
     assert init_containers(plain) == []
-    assert "mooring" not in str(plain)
+    assert "keepstep" not in str(plain)
     assert reviews_in(webhook.get("/metrics")[1]) == reviews_in(asked), "nobody waits for the webhook for nothing"
 
 
 def reviews_in(metrics: str) -> list[str]:
-    return [line for line in metrics.splitlines() if line.startswith("mooring_webhook_reviews_total")]
+    return [line for line in metrics.splitlines() if line.startswith("keepstep_webhook_reviews_total")]
 
 
 def test_a_mistake_is_refused_with_the_right_name(
     installation: Installation, namespace: str, webhook: InstalledWebhook
 ) -> None:
-    with pytest.raises(ApiError, match=r"did you mean mooring\.dev/destination\?"):
+    with pytest.raises(ApiError, match=r"did you mean keepstep\.dev/destination\?"):
         installation.api.create(pod(namespace, destinaton="s3://bucket"))
 
 
@@ -172,7 +172,7 @@ def test_every_golden_pod_is_taken_as_it_is_injected(
     """By the decisions of an ordinary admin, whatever its file's are."""
     asked = without_classes(case.pod)
     asked["metadata"]["namespace"] = namespace
-    assert "mooring-agent" in str(installation.api.create(asked, dry_run=True).object["spec"])
+    assert "keepstep-agent" in str(installation.api.create(asked, dry_run=True).object["spec"])
 
 
 def test_the_authority_is_rotated_and_no_pod_is_refused_meanwhile(
@@ -251,7 +251,7 @@ def test_without_a_webhook_pods_that_ask_for_it_are_refused_and_others_run(
 ) -> None:
     webhook.terminate()
     assert webhook.wait() == 0
-    with pytest.raises(ApiError, match=r"failed calling webhook .*pods\.mooring\.dev"):
+    with pytest.raises(ApiError, match=r"failed calling webhook .*pods\.keepstep\.dev"):
         installation.api.create(pod(namespace))
     assert init_containers(installation.api.create(plain_pod(namespace)).object) == []
 
@@ -284,7 +284,7 @@ def test_under_ignore_they_run_without(installation: Installation, namespace: st
         ("", "secrets", "list", ""),
         ("", "secrets", "get", "another"),
         ("", "pods", "list", ""),
-        ("admissionregistration.k8s.io", "mutatingwebhookconfigurations", "delete", "mooring"),
+        ("admissionregistration.k8s.io", "mutatingwebhookconfigurations", "delete", "keepstep"),
         ("admissionregistration.k8s.io", "mutatingwebhookconfigurations", "patch", "another"),
     ],
 )
@@ -296,12 +296,12 @@ def test_the_webhook_may_do_nothing_else(
 
 def test_the_webhook_may_do_what_it_needs(installation: Installation) -> None:
     """That the other test would notice."""
-    assert may(installation.api, "", "secrets", "get", "mooring-webhook-certificates")
+    assert may(installation.api, "", "secrets", "get", "keepstep-webhook-certificates")
 
 
 def may(api: Api, group: str, resource: str, verb: str, name: str) -> bool:
     attributes = {"group": group, "resource": resource, "verb": verb, "name": name, "namespace": NAMESPACE}
-    user = f"system:serviceaccount:{NAMESPACE}:mooring-webhook"
+    user = f"system:serviceaccount:{NAMESPACE}:keepstep-webhook"
     review = {
         "apiVersion": "authorization.k8s.io/v1",
         "kind": "SubjectAccessReview",

@@ -114,7 +114,7 @@ class FrameworkEnvironment:
 # Frameworks, and what comes with a release of them; pip and what our own packages are found by.
 _THEIRS: Final = (
     *("accelerate", "datasets", "deepspeed", "hf_xet", "huggingface_hub", "lightning", "pytorch_lightning"),
-    *("peft", "tokenizers", "torchmetrics", "transformers", "trl", "pip", "_mooring", "__editable__", "mooring"),
+    *("peft", "tokenizers", "torchmetrics", "transformers", "trl", "pip", "_keepstep", "__editable__", "keepstep"),
 )
 _TORCH: Final = ("torch", "functorch", "triton", "nvidia")
 _TO_BUILD: Final = ("setuptools", "wheel", "ninja", "packaging", "py-cpuinfo", "psutil")

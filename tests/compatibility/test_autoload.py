@@ -12,8 +12,8 @@ from tests.harness.bucket_view import BucketView
 from tests.harness.run_process import TRAINER, RunProcess
 from tests.servers.server import Bucket
 
-from mooring_agent.cli.autoload import copy_autoload
-from mooring_api.names import JUST_IN_TIME_EXIT_CODE
+from keepstep_agent.cli.autoload import copy_autoload
+from keepstep_api.names import JUST_IN_TIME_EXIT_CODE
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 

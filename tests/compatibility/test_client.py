@@ -11,7 +11,7 @@ from tests.harness.bucket_view import BucketView
 from tests.harness.run_process import TRAINER, RunProcess
 from tests.servers.server import Bucket
 
-from mooring_api.names import JUST_IN_TIME_EXIT_CODE
+from keepstep_api.names import JUST_IN_TIME_EXIT_CODE
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 

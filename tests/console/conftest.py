@@ -10,10 +10,10 @@ from tests.console.stored_runs import Objects
 from tests.fakes.fake_store import FakeStore
 from tests.fakes.memory_store import StoredObject
 
-from mooring_agent.adapters.http_server import serving
-from mooring_agent.console.application import console_pages
-from mooring_agent.console.refresh import Runs
-from mooring_agent.console.settings import ConsoleSettings
+from keepstep_agent.adapters.http_server import serving
+from keepstep_agent.console.application import console_pages
+from keepstep_agent.console.refresh import Runs
+from keepstep_agent.console.settings import ConsoleSettings
 
 NOW = 10_000.0
 

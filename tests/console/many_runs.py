@@ -10,15 +10,15 @@ from pathlib import Path
 import aiohttp
 from tests.console.stored_runs import Objects, long_run
 
-from mooring_agent.adapters.http_server import serving
-from mooring_agent.adapters.rate_limit import RateLimiter
-from mooring_agent.adapters.s3.store import open_s3_store
-from mooring_agent.console.application import console_pages
-from mooring_agent.console.refresh import Runs
-from mooring_agent.console.settings import ConsoleSettings
-from mooring_agent.core.errors import ErrorKind, StoreError
-from mooring_agent.core.settings.values import StoreSettings
-from mooring_agent.ports import ObjectInfo, PartInfo, UploadInfo
+from keepstep_agent.adapters.http_server import serving
+from keepstep_agent.adapters.rate_limit import RateLimiter
+from keepstep_agent.adapters.s3.store import open_s3_store
+from keepstep_agent.console.application import console_pages
+from keepstep_agent.console.refresh import Runs
+from keepstep_agent.console.settings import ConsoleSettings
+from keepstep_agent.core.errors import ErrorKind, StoreError
+from keepstep_agent.core.settings.values import StoreSettings
+from keepstep_agent.ports import ObjectInfo, PartInfo, UploadInfo
 
 BEGAN_AT = 1_700_000_000.0
 
@@ -35,7 +35,7 @@ class ManyRuns:
 
     async def list_folders(self, prefix: str) -> AsyncIterator[str]:
         self.calls["list_folders"] += 1
-        for folder in {"": ["team/"], "team/": self.folders}.get(prefix, [f"{prefix}.mooring/"]):
+        for folder in {"": ["team/"], "team/": self.folders}.get(prefix, [f"{prefix}.keepstep/"]):
             yield folder
 
     async def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:

@@ -7,11 +7,11 @@ from pathlib import Path
 from tests.core.noted_lives import NotedLife, killed_and_resumed
 from tests.restore.stored_checkpoints import PART_BYTES, file_entry, reference_of
 
-from mooring_agent.core.model import Kind, RankManifest, SaveInfo
-from mooring_agent.core.stored.ledger import AgentLife, Resumed, encode_life
-from mooring_agent.core.stored.manifest import commit_marker, encode_manifest, encode_marker
-from mooring_agent.core.stored.object_layout import ledger_key, marker_key
-from mooring_agent.ports import StoreWriter
+from keepstep_agent.core.model import Kind, RankManifest, SaveInfo
+from keepstep_agent.core.stored.ledger import AgentLife, Resumed, encode_life
+from keepstep_agent.core.stored.manifest import commit_marker, encode_manifest, encode_marker
+from keepstep_agent.core.stored.object_layout import ledger_key, marker_key
+from keepstep_agent.ports import StoreWriter
 
 Objects = Mapping[str, tuple[bytes, float]]
 """Body and time of the last change, by key."""

@@ -30,16 +30,16 @@ async def test_a_token_in_the_form_gives_a_cookie_that_is_not_the_token(console:
     form = {"token": TOKEN, "next": "/?q=a"}
     status, _, headers = await opened.ask("POST", "/sign-in", data=form)
     assert (status, headers["Location"]) == (303, "/?q=a")
-    cookie = SimpleCookie(headers["Set-Cookie"])["mooring-console"]
+    cookie = SimpleCookie(headers["Set-Cookie"])["keepstep-console"]
     assert (cookie["httponly"], cookie["samesite"], cookie["secure"]) == (True, "Strict", "")
     assert TOKEN not in headers["Set-Cookie"]
-    signed_in = {"Cookie": f"mooring-console={cookie.value}"}
+    signed_in = {"Cookie": f"keepstep-console={cookie.value}"}
     status, page, _ = await opened.get("/", headers=signed_in)
     assert (status, TOKEN in page) == (200, False)
     _, _, headers = await opened.ask("POST", "/sign-in", data=form, headers={"X-Forwarded-Proto": "https"})
-    assert SimpleCookie(headers["Set-Cookie"])["mooring-console"]["secure"] is True
+    assert SimpleCookie(headers["Set-Cookie"])["keepstep-console"]["secure"] is True
     _, _, headers = await opened.ask("POST", "/sign-out", headers=signed_in)
-    assert SimpleCookie(headers["Set-Cookie"])["mooring-console"].value == ""
+    assert SimpleCookie(headers["Set-Cookie"])["keepstep-console"].value == ""
 
 
 @pytest.mark.parametrize("given", ["", "wrong", TOKEN[:-1], TOKEN + "x", "é" * 22, "\udc80"])
@@ -75,19 +75,19 @@ async def test_programs_send_the_token_in_a_header(console: Opener) -> None:
 )
 async def test_a_forged_cookie_is_no_session(console: Opener, cookie: str) -> None:
     opened = await console(token=TOKEN)
-    assert (await opened.get("/api/runs", headers={"Cookie": f"mooring-console={cookie}"}))[0] == 401
+    assert (await opened.get("/api/runs", headers={"Cookie": f"keepstep-console={cookie}"}))[0] == 401
 
 
 async def test_a_session_ends_by_itself_and_with_its_token(console: Opener) -> None:
     first = await console(token=TOKEN)
     _, _, headers = await first.ask("POST", "/sign-in", data={"token": TOKEN})
-    value = SimpleCookie(headers["Set-Cookie"])["mooring-console"].value
-    cookie = {"Cookie": f"mooring-console={value}"}
+    value = SimpleCookie(headers["Set-Cookie"])["keepstep-console"].value
+    cookie = {"Cookie": f"keepstep-console={value}"}
     assert (await first.get("/api/runs", headers=cookie))[0] == 200
     assert (await (await console(token=TOKEN)).get("/api/runs", headers=cookie))[0] == 200
     assert (await (await console(token=f"{TOKEN}-2")).get("/api/runs", headers=cookie))[0] == 401
     until, _, signature = value.partition(".")
-    longer = {"Cookie": f"mooring-console={int(until) + 1}.{signature}"}
+    longer = {"Cookie": f"keepstep-console={int(until) + 1}.{signature}"}
     assert (await first.get("/api/runs", headers=longer))[0] == 401
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 from tests.harness.agent_process import AgentProcess, wait_until, write_checkpoint
 from tests.servers.process import free_port
 
-from mooring_agent.console.agent_page import AgentNow, agent_page
-from mooring_agent.core.policies.restore_choice import CommittedSave
-from mooring_agent.core.stored.ledger import AgentLife, AgentStarted, Noticed, RanksChanged, SaveCommitted, Saved
+from keepstep_agent.console.agent_page import AgentNow, agent_page
+from keepstep_agent.core.policies.restore_choice import CommittedSave
+from keepstep_agent.core.stored.ledger import AgentLife, AgentStarted, Noticed, RanksChanged, SaveCommitted, Saved
 
 _ANSWER_SECONDS = 60.0
 
@@ -64,7 +64,7 @@ def test_an_agent_without_the_consoles_packages_says_what_the_page_needs(tmp_pat
         environment={"PYTHONPATH": str(tmp_path / "hidden")},
     ) as agent:
         wait_serving(agent)
-        assert get(address, "/")[:2] == (501, "this page needs the packages of mooring-agent[console]\n")
+        assert get(address, "/")[:2] == (501, "this page needs the packages of keepstep-agent[console]\n")
         assert get(address, "/healthz")[0] == 200
 
 

@@ -1,4 +1,4 @@
-"""`mooring console` as it is started: where it listens, whom it refuses to serve, that it writes nothing and ends."""
+"""`keepstep console` as it is started: where it listens, whom it refuses to serve, that it writes nothing and ends."""
 
 import signal
 import time
@@ -8,11 +8,11 @@ import pytest
 from tests.console.stored_runs import interrupted_run, long_run, put, run_objects, write
 from tests.harness.agent_process import wait_until
 from tests.harness.console_process import ConsoleProcess
-from tests.harness.warm_python import mooring
+from tests.harness.warm_python import keepstep
 from tests.servers.fault_proxy import FaultProxy
 from tests.servers.server import Bucket
 
-from mooring_agent.adapters.open_store import open_store
+from keepstep_agent.adapters.open_store import open_store
 
 TOKEN = "0123456789abcdef0123"
 SECONDS = 60.0
@@ -89,7 +89,7 @@ def test_what_would_be_open_to_all_is_refused_with_a_hint(
     if token is not None:
         (tmp_path / "token").write_text(token)
         options = [*options, "--token-file", f"{tmp_path}/token"]
-    done = mooring("console", f"file://{tmp_path}", *options)
+    done = keepstep("console", f"file://{tmp_path}", *options)
     assert (done.returncode, done.stdout) == (1, "")
     said = done.stderr.splitlines()
     assert error in said[0]
@@ -107,7 +107,7 @@ def test_what_would_be_open_to_all_is_refused_with_a_hint(
     ],
 )
 def test_an_option_that_means_nothing_says_what_to_write(tmp_path: Path, options: list[str], says: str) -> None:
-    done = mooring("console", f"file://{tmp_path}", *options)
+    done = keepstep("console", f"file://{tmp_path}", *options)
     assert done.returncode == 2
     assert says in done.stderr
 
@@ -115,7 +115,7 @@ def test_an_option_that_means_nothing_says_what_to_write(tmp_path: Path, options
 def test_a_port_that_is_taken_is_an_error_with_a_hint(tmp_path: Path) -> None:
     with ConsoleProcess(tmp_path / "log", f"file://{tmp_path}") as console:
         address = console.address.removeprefix("http://").rstrip("/")
-        done = mooring("console", f"file://{tmp_path}", "--address", address)
+        done = keepstep("console", f"file://{tmp_path}", "--address", address)
     assert done.returncode == 1
     assert f"cannot listen on {address}" in done.stderr
     assert "hint: give --address as host:port with a free port" in done.stderr

@@ -7,9 +7,17 @@ from tests.console.conftest import Opener
 from tests.console.stored_runs import marker_of
 from tests.core.noted_lives import NotedLife
 
-from mooring_agent.core.limits import STEP, UNIX_SECONDS
-from mooring_agent.core.stored.ledger import AgentEnded, AgentLife, Alive, Resumed, SaveCommitted, SaveLost, encode_life
-from mooring_agent.core.stored.object_layout import ledger_key
+from keepstep_agent.core.limits import STEP, UNIX_SECONDS
+from keepstep_agent.core.stored.ledger import (
+    AgentEnded,
+    AgentLife,
+    Alive,
+    Resumed,
+    SaveCommitted,
+    SaveLost,
+    encode_life,
+)
+from keepstep_agent.core.stored.object_layout import ledger_key
 
 LARGEST = 2**63 - 1
 KINDS = ["periodic", "just-in-time", "final", "snapshot", "<kind>"]

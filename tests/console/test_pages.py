@@ -10,9 +10,9 @@ from tests.console.conftest import NOW, Opener
 from tests.console.stored_runs import interrupted_run, long_run, run_objects
 from tests.core.noted_lives import NotedLife
 
-from mooring_agent.core.errors import ErrorKind
-from mooring_agent.core.model import Kind
-from mooring_agent.core.stored.ledger import SaveLost
+from keepstep_agent.core.errors import ErrorKind
+from keepstep_agent.core.model import Kind
+from keepstep_agent.core.stored.ledger import SaveLost
 
 HOSTILE = [
     "<script>alert(1)</script>",
@@ -156,7 +156,7 @@ async def test_no_name_from_the_bucket_is_obeyed_and_its_link_leads_to_its_page(
     # An attempt is a folder of the bucket too, so such a one is nobody's.
     keys = [key for key in opened.store.objects if "ledger" in key]
     for key in keys:
-        opened.store.objects[f"{name}/.mooring/ledger/job/0000000009300-a.json"] = opened.store.objects.pop(key)
+        opened.store.objects[f"{name}/.keepstep/ledger/job/0000000009300-a.json"] = opened.store.objects.pop(key)
     opened.put("other/", interrupted_run())
     await opened.runs.read_all()
     _, page, _ = await opened.get("/")

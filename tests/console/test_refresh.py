@@ -10,12 +10,12 @@ from tests.console.many_runs import BEGAN_AT, ManyRuns
 from tests.console.stored_runs import interrupted_run, long_run, marker_of, run_objects
 from tests.core.noted_lives import NotedLife
 
-from mooring_agent.console import refresh
-from mooring_agent.console.refresh import Runs
-from mooring_agent.console.settings import ConsoleSettings
-from mooring_agent.core.policies.run_overview import RunStanding, overview_of
-from mooring_agent.core.stored.ledger import encode_life
-from mooring_agent.core.stored.object_layout import damage_key, ledger_key
+from keepstep_agent.console import refresh
+from keepstep_agent.console.refresh import Runs
+from keepstep_agent.console.settings import ConsoleSettings
+from keepstep_agent.core.policies.run_overview import RunStanding, overview_of
+from keepstep_agent.core.stored.ledger import encode_life
+from keepstep_agent.core.stored.object_layout import damage_key, ledger_key
 
 RUNS = 100
 MOST_KIB = 150 * 1024
@@ -100,7 +100,7 @@ async def test_a_checkpoint_that_a_restore_found_damaged_is_no_recovery_point(co
     assert overview.recovery is not None
     assert overview.recovery.step == 200
     assert "<td>damaged</td>" in (await opened.get("/run?name=one"))[1]
-    # As `mooring verify` does when it finds every byte right.
+    # As `keepstep verify` does when it finds every byte right.
     del opened.store.objects["one/" + damage_key("save-300")]
     await opened.runs.read_all()
     assert (await opened.get("/run?name=one"))[1].count("<td>committed</td>") == 3
@@ -112,14 +112,14 @@ async def test_what_nobody_foresaw_of_one_run_hides_no_other(console: Opener, mo
     opened.put("two/", interrupted_run())
 
     def once_wrong(*given: object, **options: object) -> object:
-        monkeypatch.setattr("mooring_agent.console.refresh.overview_of", overview_of)
+        monkeypatch.setattr("keepstep_agent.console.refresh.overview_of", overview_of)
         raise OverflowError("a number that no test had")
 
-    monkeypatch.setattr("mooring_agent.console.refresh.overview_of", once_wrong)
+    monkeypatch.setattr("keepstep_agent.console.refresh.overview_of", once_wrong)
     await opened.runs.read_all()
     assert sorted(bool(run.error) for run in opened.runs.known.values()) == [False, True]
     _, page, _ = await opened.get("/")
-    assert "because of a bug in Mooring" in page
+    assert "because of a bug in Keepstep" in page
     await opened.runs.read_all()
     assert [run.error for run in opened.runs.known.values()] == ["", ""]
 

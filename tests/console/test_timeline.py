@@ -2,8 +2,8 @@
 
 from tests.core.noted_lives import NotedLife, killed_and_resumed
 
-from mooring_agent.console.timeline import WIDTH, Timeline, timeline_of
-from mooring_agent.core.policies.run_overview import overview_of
+from keepstep_agent.console.timeline import WIDTH, Timeline, timeline_of
+from keepstep_agent.core.policies.run_overview import overview_of
 
 
 def timeline(*lives: NotedLife, running_at: float | None = None) -> Timeline | None:

@@ -13,7 +13,7 @@ from typing import Final
 from tests.containers.engine import Engine
 
 ROOT: Final = Path(__file__).parents[2]
-IMAGE: Final = "localhost/mooring"
+IMAGE: Final = "localhost/keepstep"
 BASE: Final = "localhost/base"
 BASE_DIGEST: Final = f"sha256:{'0' * 64}"
 """Not its own: what a release names is in the labels."""

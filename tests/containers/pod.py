@@ -15,9 +15,9 @@ from tests.servers.server import ENVIRONMENT, Bucket
 GRACE_SECONDS: Final = 90
 _TRAINER: Final = ROOT / "tests" / "integration" / "trainer.py"
 _PATHS: Final = {
-    "MOORING_VOLUME": "/mooring",
-    "MOORING_CHECKPOINT_DIRECTORY": "/mooring/checkpoints",
-    "MOORING_SOCKET": "/run/mooring/agent.sock",
+    "KEEPSTEP_VOLUME": "/keepstep",
+    "KEEPSTEP_CHECKPOINT_DIRECTORY": "/keepstep/checkpoints",
+    "KEEPSTEP_SOCKET": "/run/keepstep/agent.sock",
     "GRPC_ENABLE_FORK_SUPPORT": "0",
 }
 
@@ -28,18 +28,18 @@ class Pod:
     def __init__(self, engine: Engine, directory: Path, bucket: Bucket, *, endpoint_url: str = "") -> None:
         self._engine = engine
         self.volume = directory / "volume"
-        self._mounts = {self.volume: "/mooring", directory / "socket": "/run/mooring"}
+        self._mounts = {self.volume: "/keepstep", directory / "socket": "/run/keepstep"}
         for folder in self._mounts:
             folder.mkdir(parents=True)
             folder.chmod(0o777)
         self._agent = {
             **ENVIRONMENT,
             **_PATHS,
-            "MOORING_DESTINATION": bucket.destination,
-            "MOORING_S3_ENDPOINT_URL": endpoint_url or bucket.endpoint_url,
-            "MOORING_EVICTION_THRESHOLD_PERCENT": "0",
-            "MOORING_PART_SIZE_BYTES": "5MiB",
-            "MOORING_GRACE_SECONDS": str(GRACE_SECONDS),
+            "KEEPSTEP_DESTINATION": bucket.destination,
+            "KEEPSTEP_S3_ENDPOINT_URL": endpoint_url or bucket.endpoint_url,
+            "KEEPSTEP_EVICTION_THRESHOLD_PERCENT": "0",
+            "KEEPSTEP_PART_SIZE_BYTES": "5MiB",
+            "KEEPSTEP_GRACE_SECONDS": str(GRACE_SECONDS),
         }
 
     def restore(self, user: str) -> Container:

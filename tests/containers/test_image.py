@@ -29,7 +29,7 @@ REVIEW: dict[str, Any] = {
             "kind": "Pod",
             "metadata": {
                 "generateName": "train-",
-                "annotations": {"mooring.dev/inject": "true", "mooring.dev/destination": "s3://bucket/runs/one"},
+                "annotations": {"keepstep.dev/inject": "true", "keepstep.dev/destination": "s3://bucket/runs/one"},
             },
             "spec": {"containers": [{"name": "trainer", "image": "trainer:1"}]},
         },
@@ -40,12 +40,12 @@ REVIEW: dict[str, Any] = {
 LARGEST_ADDED_MEGABYTES = 350
 
 
-def test_every_part_of_mooring_starts_from_the_one_image(engine: Engine) -> None:
-    script = "mooring --version; for part in agent restore webhook ready terminating; do mooring $part --help; done"
+def test_every_part_of_keepstep_starts_from_the_one_image(engine: Engine) -> None:
+    script = "keepstep --version; for part in agent restore webhook ready terminating; do keepstep $part --help; done"
     said = run(engine, f"set -e; {script}", entrypoint=["sh", "-c"])
-    assert said.startswith("mooring, version ")
+    assert said.startswith("keepstep, version ")
     for part in ("agent", "restore", "webhook", "ready", "terminating"):
-        assert f"Usage: mooring {part}" in said
+        assert f"Usage: keepstep {part}" in said
 
 
 def test_the_webhook_reviews_from_a_read_only_root_and_leaves_when_it_is_told(engine: Engine, tmp_path: Path) -> None:
@@ -74,21 +74,21 @@ def test_the_webhook_reviews_from_a_read_only_root_and_leaves_when_it_is_told(en
 
 
 def test_it_runs_as_a_numbered_user_that_is_not_root_and_as_any_other_on_a_read_only_root(engine: Engine) -> None:
-    write = "for file in /opt/mooring/x /tmp/x /x; do touch $file 2>/dev/null && echo written; done"
-    look = f"id -u; {write}; mooring --version"
+    write = "for file in /opt/keepstep/x /tmp/x /x; do touch $file 2>/dev/null && echo written; done"
+    look = f"id -u; {write}; keepstep --version"
     assert run(engine, look, entrypoint=["sh", "-c"]).split()[0] == "65532"
     # As OpenShift does: a user that no image knows, in root's group.
     for user in ("1000730000:0", "0:0"):
         said = run(engine, look, entrypoint=["sh", "-c"], user=user)
         assert said.split()[0] == user.partition(":")[0]
-        assert "mooring, version" in said
+        assert "keepstep, version" in said
         assert "written" not in said
 
 
 def test_it_holds_no_compiler_no_installer_and_no_torch(engine: Engine) -> None:
     look = (
         "for tool in gcc cc c++ g++ ld make pip pip3; do command -v $tool; done; "
-        "/opt/mooring/bin/python -c 'import importlib.util as u; "
+        "/opt/keepstep/bin/python -c 'import importlib.util as u; "
         'print([name for name in ("torch", "numpy", "pip", "setuptools", "hatchling", "moto", "pytest") '
         "if u.find_spec(name)])'"
     )
@@ -99,12 +99,12 @@ def test_it_says_what_it_is_and_is_not_large(engine: Engine) -> None:
     (image,) = json.loads(engine.podman("image", "inspect", IMAGE))
     (base,) = json.loads(engine.podman("image", "inspect", BASE))
     labels = image["Labels"]
-    assert labels["org.opencontainers.image.title"] == "mooring"
+    assert labels["org.opencontainers.image.title"] == "keepstep"
     assert labels["org.opencontainers.image.licenses"] == "Apache-2.0"
     assert labels["org.opencontainers.image.base.name"] == BASE
     assert labels["org.opencontainers.image.base.digest"] == BASE_DIGEST
     assert image["Config"]["User"] == "65532:65532"
-    assert image["Config"]["Entrypoint"] == ["mooring"]
+    assert image["Config"]["Entrypoint"] == ["keepstep"]
     added = (image["Size"] - base["Size"]) / 1e6
     print(f"the image has {image['Size'] / 1e6:.0f} MB, {added:.0f} of them on top of its base")
     assert added < LARGEST_ADDED_MEGABYTES

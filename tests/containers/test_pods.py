@@ -35,7 +35,7 @@ def ready(agent: Container) -> None:
     def answers() -> bool:
         assert agent.state()["Running"], agent.said()
         try:
-            agent.call("mooring", "ready")
+            agent.call("keepstep", "ready")
         except AssertionError:
             return False
         return True
@@ -147,7 +147,7 @@ def test_a_trainer_that_is_terminated_saves_just_in_time_and_the_next_pod_goes_o
             trainer.wait_said("begin 0")
             # As kubelet ends a pod: SIGTERM and the sidecar's preStop at once, its SIGTERM after the trainer's end.
             trainer.signal("TERM")
-            agent.call("mooring", "terminating")
+            agent.call("keepstep", "terminating")
             assert trainer.wait() == 128 + signal.SIGTERM, trainer.said()
         agent.signal("TERM")
         assert agent.wait() == 0, agent.said()

@@ -3,10 +3,10 @@
 from hypothesis import HealthCheck, settings
 
 settings.register_profile(
-    "mooring",
+    "keepstep",
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
     derandomize=True,
     database=None,
 )
-settings.load_profile("mooring")
+settings.load_profile("keepstep")

@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 from typing import Any
 
-from mooring_agent.core.model import SnapshotId
-from mooring_agent.core.policies.restore_choice import CommittedSave
-from mooring_agent.core.policies.retention.deletions import PrunePlan, StoredSave
-from mooring_agent.core.policies.retention.verdict import plan_prune
-from mooring_agent.core.settings.values import RetentionSettings
-from mooring_agent.core.stored.object_layout import snapshot_key, step_prefix
+from keepstep_agent.core.model import SnapshotId
+from keepstep_agent.core.policies.restore_choice import CommittedSave
+from keepstep_agent.core.policies.retention.deletions import PrunePlan, StoredSave
+from keepstep_agent.core.policies.retention.verdict import plan_prune
+from keepstep_agent.core.settings.values import RetentionSettings
+from keepstep_agent.core.stored.object_layout import snapshot_key, step_prefix
 
 NOW = 1_000_000.0
 DAY = 24 * 3600.0
@@ -21,7 +21,7 @@ def committed(step: int, save: str = "", modified_at: float = NOW - 3 * DAY) -> 
 
 def stored(step: int, save: str = "", modified_at: float = NOW - 5 * DAY, *, manifest: bool = True) -> StoredSave:
     name, save = f"checkpoint-{step}", save or f"aaaaaaaa-{step:06d}"
-    keys = [f"{name}/{save}/model.pt"] + [f"{name}/{save}/.mooring/manifest-00000-00001.json"] * manifest
+    keys = [f"{name}/{save}/model.pt"] + [f"{name}/{save}/.keepstep/manifest-00000-00001.json"] * manifest
     return StoredSave(name=name, save=save, sizes_bytes=dict.fromkeys(keys, 5), modified_at=modified_at)
 
 
@@ -71,6 +71,6 @@ def snapshot(number: int, series: str = "node-0", modified_at: float = NOW - 3 *
 def folder(one: CommittedSave, *files: str, modified_at: float = NOW - 5 * DAY, reserves: bool = True) -> StoredSave:
     """What is stored of a snapshot: ten bytes for each file, and one for the others."""
     prefix = f"{one.series}/{one.save}"
-    sizes_bytes = {f"{prefix}/{file}": 10 for file in files} | {f"{prefix}/.mooring/manifest-00000-00001.json": 1}
-    sizes_bytes |= {f"{prefix}/.mooring/base.json": 1} if reserves else {}
+    sizes_bytes = {f"{prefix}/{file}": 10 for file in files} | {f"{prefix}/.keepstep/manifest-00000-00001.json": 1}
+    sizes_bytes |= {f"{prefix}/.keepstep/base.json": 1} if reserves else {}
     return StoredSave(name=one.series, save=one.save, sizes_bytes=sizes_bytes, modified_at=modified_at)

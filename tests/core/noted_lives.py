@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from mooring_agent.core.stored.ledger import (
+from keepstep_agent.core.stored.ledger import (
     AgentEnded,
     AgentLife,
     AgentStarted,

@@ -3,9 +3,9 @@
 from collections.abc import Callable
 from zlib import crc32
 
-from mooring_agent.core.agent import planner
-from mooring_agent.core.agent.announcements import check_announcement
-from mooring_agent.core.agent.commands import (
+from keepstep_agent.core.agent import planner
+from keepstep_agent.core.agent.announcements import check_announcement
+from keepstep_agent.core.agent.commands import (
     Abandon,
     CancelWork,
     CheckSent,
@@ -22,7 +22,7 @@ from mooring_agent.core.agent.commands import (
     Stage,
     WriteManifest,
 )
-from mooring_agent.core.agent.events import (
+from keepstep_agent.core.agent.events import (
     Abandoned,
     Announced,
     Committed,
@@ -42,11 +42,11 @@ from mooring_agent.core.agent.events import (
     WorkCancelled,
     WorkFailed,
 )
-from mooring_agent.core.agent.reducer import advance
-from mooring_agent.core.agent.state import State
-from mooring_agent.core.agent.work import Operation, WorkId
-from mooring_agent.core.errors import ErrorKind
-from mooring_agent.core.model import (
+from keepstep_agent.core.agent.reducer import advance
+from keepstep_agent.core.agent.state import State
+from keepstep_agent.core.agent.work import Operation, WorkId
+from keepstep_agent.core.errors import ErrorKind
+from keepstep_agent.core.model import (
     FileEntry,
     Fingerprint,
     Kind,
@@ -57,8 +57,8 @@ from mooring_agent.core.model import (
     SourceFile,
     StagedFile,
 )
-from mooring_agent.core.settings.values import DiskSettings, Settings, StoreSettings, TransferSettings
-from mooring_agent.core.stored.packs_and_parts import MIN_PART_BYTES
+from keepstep_agent.core.settings.values import DiskSettings, Settings, StoreSettings, TransferSettings
+from keepstep_agent.core.stored.packs_and_parts import MIN_PART_BYTES
 
 PART_BYTES = MIN_PART_BYTES
 
@@ -76,7 +76,7 @@ def settings(*, max_concurrency: int = 2) -> Settings:
 
 def staged_file(path: str, size_bytes: int, *, inode: int = 1, mtime_ns: int = 1) -> StagedFile:
     fingerprint = Fingerprint(size_bytes=size_bytes, mtime_ns=mtime_ns, inode=inode)
-    return StagedFile(path=path, pin=f".mooring/staged/{path}", fingerprint=fingerprint, private=False)
+    return StagedFile(path=path, pin=f".keepstep/staged/{path}", fingerprint=fingerprint, private=False)
 
 
 def files_of(command: Stage) -> tuple[str, ...]:

@@ -2,7 +2,7 @@
 
 from tests.core.play import Play
 
-from mooring_agent.core.agent.events import RanksSeen, StopRequested, TerminationNoticed
+from keepstep_agent.core.agent.events import RanksSeen, StopRequested, TerminationNoticed
 
 GRACE_SECONDS = 30.0
 

@@ -6,8 +6,8 @@ It looks at the checkpoints one by one and asks of each every question again, ho
 from collections.abc import Collection, Sequence
 from datetime import UTC, datetime
 
-from mooring_agent.core.policies.restore_choice import CommittedSave
-from mooring_agent.core.settings.values import RetentionSettings
+from keepstep_agent.core.policies.restore_choice import CommittedSave
+from keepstep_agent.core.settings.values import RetentionSettings
 
 
 def must_stay(

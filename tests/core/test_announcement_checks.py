@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 from tests.core.play import PART_BYTES, Play
 
-from mooring_agent.core.agent.announcements import check_announcement, known_announcement, same_content
-from mooring_agent.core.agent.events import Announced, DiskRead, StopRequested, TerminationNoticed
-from mooring_agent.core.agent.work import Operation, WorkId
-from mooring_agent.core.errors import ErrorKind, RequestError
-from mooring_agent.core.model import Kind, Phase, SaveInfo
+from keepstep_agent.core.agent.announcements import check_announcement, known_announcement, same_content
+from keepstep_agent.core.agent.events import Announced, DiskRead, StopRequested, TerminationNoticed
+from keepstep_agent.core.agent.work import Operation, WorkId
+from keepstep_agent.core.errors import ErrorKind, RequestError
+from keepstep_agent.core.model import Kind, Phase, SaveInfo
 
 
 def _announcement(save: str = "save", *, rank: int = 0, world_size: int = 2, local_world_size: int = 2) -> Announced:

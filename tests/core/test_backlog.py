@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 from tests.core.play import PART_BYTES, Play
 
-from mooring_agent import core
-from mooring_agent.core.agent import planner
-from mooring_agent.core.agent.checkpoint import Checkpoint
-from mooring_agent.core.agent.commands import Command
-from mooring_agent.core.agent.events import (
+from keepstep_agent import core
+from keepstep_agent.core.agent import planner
+from keepstep_agent.core.agent.checkpoint import Checkpoint
+from keepstep_agent.core.agent.commands import Command
+from keepstep_agent.core.agent.events import (
     Committed,
     DiskRead,
     RanksSeen,
@@ -26,9 +26,9 @@ from mooring_agent.core.agent.events import (
     StopRequested,
     TerminationNoticed,
 )
-from mooring_agent.core.agent.state import State
-from mooring_agent.core.agent.work import Operation, WorkId
-from mooring_agent.core.model import Kind, Phase
+from keepstep_agent.core.agent.state import State
+from keepstep_agent.core.agent.work import Operation, WorkId
+from keepstep_agent.core.model import Kind, Phase
 
 _CORE = str(Path(core.__file__).parent)
 

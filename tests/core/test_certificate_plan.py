@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mooring_agent.core.policies.certificate_rotation import NEW, CertificateLifetimes, Plan, Validity, plan
+from keepstep_agent.core.policies.certificate_rotation import NEW, CertificateLifetimes, Plan, Validity, plan
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 DAY = timedelta(days=1)

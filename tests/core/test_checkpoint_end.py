@@ -4,8 +4,8 @@ from dataclasses import replace
 
 from tests.core.play import PART_BYTES, Play, staged_file
 
-from mooring_agent.core.agent.commands import Abandon, Commit, Stage
-from mooring_agent.core.agent.events import (
+from keepstep_agent.core.agent.commands import Abandon, Commit, Stage
+from keepstep_agent.core.agent.events import (
     DiskRead,
     ObjectsLost,
     PartStored,
@@ -13,9 +13,9 @@ from mooring_agent.core.agent.events import (
     Staged,
     Started,
 )
-from mooring_agent.core.agent.work import Operation, WorkId
-from mooring_agent.core.errors import ErrorKind
-from mooring_agent.core.model import Kind, Phase
+from keepstep_agent.core.agent.work import Operation, WorkId
+from keepstep_agent.core.errors import ErrorKind
+from keepstep_agent.core.model import Kind, Phase
 
 _COMMIT = WorkId(Operation.COMMIT, "save")
 _CREATE = WorkId(Operation.CREATE_UPLOAD, "save", 0, "r0-0")

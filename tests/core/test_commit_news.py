@@ -7,17 +7,17 @@ import pytest
 from tests.core.play import Play
 from tests.fakes.fake_journal import FakeJournal
 
-from mooring_agent.core.agent.commands import Exit
-from mooring_agent.core.agent.events import Committed, NewsDue, NewsTaken, StopRequested, TerminationNoticed
-from mooring_agent.core.agent.reducer import step
-from mooring_agent.core.agent.state import State
-from mooring_agent.core.agent.work import Operation, WorkId
-from mooring_agent.core.model import CommitNews, Kind, Phase, Receiver, SaveInfo
-from mooring_agent.core.policies import commit_news
-from mooring_agent.core.policies.commit_news import cloud_event
-from mooring_agent.core.settings.values import EventSettings, Settings
-from mooring_agent.runtime.engine.event_codec import decode_event, encode_event
-from mooring_agent.runtime.engine.journaling import compact
+from keepstep_agent.core.agent.commands import Exit
+from keepstep_agent.core.agent.events import Committed, NewsDue, NewsTaken, StopRequested, TerminationNoticed
+from keepstep_agent.core.agent.reducer import step
+from keepstep_agent.core.agent.state import State
+from keepstep_agent.core.agent.work import Operation, WorkId
+from keepstep_agent.core.model import CommitNews, Kind, Phase, Receiver, SaveInfo
+from keepstep_agent.core.policies import commit_news
+from keepstep_agent.core.policies.commit_news import cloud_event
+from keepstep_agent.core.settings.values import EventSettings, Settings
+from keepstep_agent.runtime.engine.event_codec import decode_event, encode_event
+from keepstep_agent.runtime.engine.journaling import compact
 
 BOTH = EventSettings(event_url="https://receiver.example/hook", event_command="tell", event_timeout_seconds=10.0)
 URL_ALONE = EventSettings(event_url="https://receiver.example/hook")
@@ -114,7 +114,7 @@ def test_an_event_says_what_was_committed_and_is_the_same_each_time() -> None:
         "specversion": "1.0",
         "id": "a-1",
         "source": "s3://bucket/runs/%C3%A9%20one",
-        "type": "dev.mooring.checkpoint.committed",
+        "type": "dev.keepstep.checkpoint.committed",
         "subject": "checkpoint-7",
         "time": "2026-01-01T00:00:00.250Z",
         "datacontenttype": "application/json",

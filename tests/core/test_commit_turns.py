@@ -6,11 +6,11 @@ from itertools import pairwise
 import pytest
 from tests.core.play import PART_BYTES, Play
 
-from mooring_agent.core.agent import planner
-from mooring_agent.core.agent.commands import Commit, Turn, WriteManifest
-from mooring_agent.core.agent.events import CommitWaits, Started, TerminationNoticed
-from mooring_agent.core.agent.work import Operation, WorkId
-from mooring_agent.core.model import Phase
+from keepstep_agent.core.agent import planner
+from keepstep_agent.core.agent.commands import Commit, Turn, WriteManifest
+from keepstep_agent.core.agent.events import CommitWaits, Started, TerminationNoticed
+from keepstep_agent.core.agent.work import Operation, WorkId
+from keepstep_agent.core.model import Phase
 
 _COMMIT = WorkId(Operation.COMMIT, "save")
 _WORLD = 2_000

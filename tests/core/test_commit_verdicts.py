@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mooring_agent.adapters.checksum import crc64nvme
-from mooring_agent.core.model import FileEntry, Kind, PackPlace, RankManifest, SaveInfo
-from mooring_agent.core.stored.commit import (
+from keepstep_agent.adapters.checksum import crc64nvme
+from keepstep_agent.core.model import FileEntry, Kind, PackPlace, RankManifest, SaveInfo
+from keepstep_agent.core.stored.commit import (
     contradiction,
     is_listed,
     largest_disjoint,
@@ -16,8 +16,8 @@ from mooring_agent.core.stored.commit import (
     missing_files,
     missing_ranks,
 )
-from mooring_agent.core.stored.manifest import encode_manifest
-from mooring_agent.core.stored.object_layout import file_key, manifest_key, manifests_prefix, pack_key
+from keepstep_agent.core.stored.manifest import encode_manifest
+from keepstep_agent.core.stored.object_layout import file_key, manifest_key, manifests_prefix, pack_key
 
 _INFO = SaveInfo(save="save", name="checkpoint-1", step=1, kind=Kind.PERIODIC, world_size=2)
 

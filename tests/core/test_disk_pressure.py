@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 from tests.core.play import PART_BYTES, Play
 
-from mooring_agent.core.agent import disk_pressure, planner
-from mooring_agent.core.agent.events import CommitWaits, DiskRead, RanksSeen, SaveAborted, SaveBegun
-from mooring_agent.core.agent.work import Operation, WorkId
-from mooring_agent.core.model import Kind, Phase
-from mooring_agent.core.settings.values import GIB, DiskSettings
+from keepstep_agent.core.agent import disk_pressure, planner
+from keepstep_agent.core.agent.events import CommitWaits, DiskRead, RanksSeen, SaveAborted, SaveBegun
+from keepstep_agent.core.agent.work import Operation, WorkId
+from keepstep_agent.core.model import Kind, Phase
+from keepstep_agent.core.settings.values import GIB, DiskSettings
 
 
 def _read(play: Play, *, free_bytes: int, used_bytes: int = 0, total_bytes: int = 100 * GIB) -> None:

@@ -6,13 +6,13 @@ import pytest
 from tests.core.play import PART_BYTES, Play
 from tests.core.pod_end import GRACE_SECONDS, notice, ranks_alive, stop
 
-from mooring_agent.core.agent import drain, planner
-from mooring_agent.core.agent.commands import CancelTermination, Exit, LiftBandwidthCap, RequestSave
-from mooring_agent.core.agent.events import DiskRead, Started
-from mooring_agent.core.agent.work import Operation, WorkId
-from mooring_agent.core.errors import ErrorKind
-from mooring_agent.core.model import Kind, Phase
-from mooring_api.names import NOT_DURABLE_EXIT_CODE
+from keepstep_agent.core.agent import drain, planner
+from keepstep_agent.core.agent.commands import CancelTermination, Exit, LiftBandwidthCap, RequestSave
+from keepstep_agent.core.agent.events import DiskRead, Started
+from keepstep_agent.core.agent.work import Operation, WorkId
+from keepstep_agent.core.errors import ErrorKind
+from keepstep_agent.core.model import Kind, Phase
+from keepstep_api.names import NOT_DURABLE_EXIT_CODE
 
 _NEWS = ("notice", "save", "death", "sigterm")
 

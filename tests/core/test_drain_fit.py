@@ -6,10 +6,10 @@ import pytest
 from tests.core.play import PART_BYTES, Play
 from tests.core.pod_end import GRACE_SECONDS, notice, ranks_alive, stop
 
-from mooring_agent.core.agent import drain, planner
-from mooring_agent.core.agent.commands import Exit
-from mooring_agent.core.agent.work import Operation, WorkId
-from mooring_agent.core.model import Kind
+from keepstep_agent.core.agent import drain, planner
+from keepstep_agent.core.agent.commands import Exit
+from keepstep_agent.core.agent.work import Operation, WorkId
+from keepstep_agent.core.model import Kind
 
 
 def test_waiting_for_a_save_ends_while_the_newest_can_still_get_out() -> None:

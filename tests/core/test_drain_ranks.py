@@ -4,12 +4,12 @@ import pytest
 from tests.core.play import PART_BYTES, Play
 from tests.core.pod_end import GRACE_SECONDS, notice, ranks_alive, stop
 
-from mooring_agent.core.agent import drain
-from mooring_agent.core.agent.commands import Exit
-from mooring_agent.core.agent.events import CommitWaits, Exited, RankRegistered, Started
-from mooring_agent.core.agent.work import Operation, WorkId
-from mooring_agent.core.model import Kind, Phase
-from mooring_api.names import NOT_DURABLE_EXIT_CODE
+from keepstep_agent.core.agent import drain
+from keepstep_agent.core.agent.commands import Exit
+from keepstep_agent.core.agent.events import CommitWaits, Exited, RankRegistered, Started
+from keepstep_agent.core.agent.work import Operation, WorkId
+from keepstep_agent.core.model import Kind, Phase
+from keepstep_api.names import NOT_DURABLE_EXIT_CODE
 
 
 def test_a_live_rank_is_waited_for_until_it_has_announced_its_last_save() -> None:

@@ -3,14 +3,14 @@
 import pytest
 from tests.core.play import Play
 
-from mooring_agent.core.agent.commands import Command, Release, Stage
-from mooring_agent.core.agent.events import Announced, Event, Failed, Started, WorkFailed
-from mooring_agent.core.agent.reducer import Ready, advance
-from mooring_agent.core.agent.state import State
-from mooring_agent.core.agent.work import Operation, WorkId
-from mooring_agent.core.errors import ErrorKind
-from mooring_agent.core.model import Kind, Phase, SaveInfo
-from mooring_agent.core.settings.values import Settings, StoreSettings
+from keepstep_agent.core.agent.commands import Command, Release, Stage
+from keepstep_agent.core.agent.events import Announced, Event, Failed, Started, WorkFailed
+from keepstep_agent.core.agent.reducer import Ready, advance
+from keepstep_agent.core.agent.state import State
+from keepstep_agent.core.agent.work import Operation, WorkId
+from keepstep_agent.core.errors import ErrorKind
+from keepstep_agent.core.model import Kind, Phase, SaveInfo
+from keepstep_agent.core.settings.values import Settings, StoreSettings
 
 INFO = SaveInfo(save="save-1", name="checkpoint-1", step=1, kind=Kind.PERIODIC, world_size=1)
 ANNOUNCED = Announced(

@@ -5,9 +5,9 @@ import random
 import pytest
 from tests.core.noted_lives import NotedLife, killed_and_resumed
 
-from mooring_agent.core.policies.goodput import Cause, GoodputReport, report_goodput, together
-from mooring_agent.core.policies.run_history import run_history
-from mooring_agent.core.stored.ledger import AgentLife, Alive, Resumed
+from keepstep_agent.core.policies.goodput import Cause, GoodputReport, report_goodput, together
+from keepstep_agent.core.policies.run_history import run_history
+from keepstep_agent.core.stored.ledger import AgentLife, Alive, Resumed
 
 
 def reported(*lives: NotedLife) -> GoodputReport:

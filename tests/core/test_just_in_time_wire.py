@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from mooring_agent.core.agent.commands import CancelWork, Command, CompleteUpload, CreateUpload, SendPart
-from mooring_agent.core.agent.events import (
+from keepstep_agent.core.agent.commands import CancelWork, Command, CompleteUpload, CreateUpload, SendPart
+from keepstep_agent.core.agent.events import (
     Announced,
     Event,
     FileStored,
@@ -14,11 +14,11 @@ from mooring_agent.core.agent.events import (
     UploadCreated,
     WorkCancelled,
 )
-from mooring_agent.core.agent.reducer import advance
-from mooring_agent.core.agent.state import State
-from mooring_agent.core.agent.work import Operation, WorkId
-from mooring_agent.core.model import Fingerprint, Kind, SaveInfo, StagedFile
-from mooring_agent.core.settings.values import MIB, Settings, StoreSettings, TransferSettings
+from keepstep_agent.core.agent.reducer import advance
+from keepstep_agent.core.agent.state import State
+from keepstep_agent.core.agent.work import Operation, WorkId
+from keepstep_agent.core.model import Fingerprint, Kind, SaveInfo, StagedFile
+from keepstep_agent.core.settings.values import MIB, Settings, StoreSettings, TransferSettings
 
 PART_BYTES = 8 * MIB
 

@@ -8,9 +8,9 @@ from zlib import crc32
 import pytest
 from tests.core.noted_lives import NotedLife, killed_and_resumed
 
-from mooring_agent.core.limits import LEDGER_BYTES, LEDGER_LIVES
-from mooring_agent.core.stored.checked_json import UndecodableError
-from mooring_agent.core.stored.ledger import (
+from keepstep_agent.core.limits import LEDGER_BYTES, LEDGER_LIVES
+from keepstep_agent.core.stored.checked_json import UndecodableError
+from keepstep_agent.core.stored.ledger import (
     ENTRY_TAGS,
     Alive,
     LedgerEntry,
@@ -20,7 +20,7 @@ from mooring_agent.core.stored.ledger import (
     joined_lives,
     merged,
 )
-from mooring_agent.core.stored.object_layout import ledger_key, parse_ledger_key
+from keepstep_agent.core.stored.object_layout import ledger_key, parse_ledger_key
 
 
 def every_kind() -> NotedLife:
@@ -120,14 +120,14 @@ def test_a_merge_that_could_not_be_read_again_is_not_made(monkeypatch: pytest.Mo
     assert whole is not None
     assert len(decode_lives(whole)) == LEDGER_LIVES
     assert len(whole) < LEDGER_BYTES / 2
-    monkeypatch.setattr("mooring_agent.core.stored.ledger.LEDGER_BYTES", len(whole) - 1)
+    monkeypatch.setattr("keepstep_agent.core.stored.ledger.LEDGER_BYTES", len(whole) - 1)
     assert merged(bodies[:-1]) is None
 
 
 def test_keys_of_the_ledger_are_told_from_all_others() -> None:
     key = ledger_key("job-1", 1_700_000_000.1234, "0a1b2c3d.1")
-    assert key == ".mooring/ledger/job-1/1700000000123-0a1b2c3d.1.json"
+    assert key == ".keepstep/ledger/job-1/1700000000123-0a1b2c3d.1.json"
     assert parse_ledger_key(key) == ("job-1", 1_700_000_000_123)
     assert parse_ledger_key(ledger_key("", 1.0, "a")) == ("none", 1000)
-    for other in (".mooring/commits/1.json", ".mooring/ledger/x.json", ".mooring/ledger/a/b/1700000000123-a.json"):
+    for other in (".keepstep/commits/1.json", ".keepstep/ledger/x.json", ".keepstep/ledger/a/b/1700000000123-a.json"):
         assert parse_ledger_key(other) is None

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from mooring_agent.core.agent.lifecycle import (
+from keepstep_agent.core.agent.lifecycle import (
     DURABLE_PHASES,
     ENDED_PHASES,
     FINAL_PHASES,
@@ -13,7 +13,7 @@ from mooring_agent.core.agent.lifecycle import (
     advance,
     mermaid,
 )
-from mooring_agent.core.model import Phase
+from keepstep_agent.core.model import Phase
 
 _PAGE = Path(__file__).parents[2] / "docs" / "lifecycle.md"
 
@@ -60,5 +60,5 @@ def test_the_diagram_in_the_docs_is_the_table() -> None:
     page = _PAGE.read_text()
     diagram = page.split("<!-- diagram -->\n```mermaid\n")[1].split("```\n<!-- /diagram -->")[0]
     assert diagram == mermaid(), (
-        "paste the output of `python -m mooring_agent.core.agent.lifecycle` between the markers"
+        "paste the output of `python -m keepstep_agent.core.agent.lifecycle` between the markers"
     )

@@ -7,11 +7,11 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
-from mooring_agent.core.errors import ErrorKind, RequestError
-from mooring_agent.core.injection.annotation_table import settings_annotations
-from mooring_agent.core.injection.annotations import read_annotations
-from mooring_agent.core.injection.spec import InjectionDefaults, Refusal
-from mooring_agent.core.limits import (
+from keepstep_agent.core.errors import ErrorKind, RequestError
+from keepstep_agent.core.injection.annotation_table import settings_annotations
+from keepstep_agent.core.injection.annotations import read_annotations
+from keepstep_agent.core.injection.spec import InjectionDefaults, Refusal
+from keepstep_agent.core.limits import (
     REQUEST_MESSAGES,
     REQUEST_NUMBERS,
     REQUEST_TEXTS,
@@ -19,11 +19,11 @@ from mooring_agent.core.limits import (
     SETTING_UNITS,
     largest_setting,
 )
-from mooring_agent.core.settings.table import RawSetting, SettingField, read_values, setting_fields
-from mooring_agent.core.settings.values import Duration, Share
-from mooring_agent.runtime.api.errors import check_request
-from mooring_api.names import ANNOTATION_INJECT, ANNOTATION_PREFIX
-from mooring_api.v1 import agent_pb2
+from keepstep_agent.core.settings.table import RawSetting, SettingField, read_values, setting_fields
+from keepstep_agent.core.settings.values import Duration, Share
+from keepstep_agent.runtime.api.errors import check_request
+from keepstep_api.names import ANNOTATION_INJECT, ANNOTATION_PREFIX
+from keepstep_api.v1 import agent_pb2
 
 REQUESTS = [method.input_type for method in agent_pb2.DESCRIPTOR.services_by_name["Agent"].methods]
 PARTS: list[Any] = [agent_pb2.Unit.DESCRIPTOR, agent_pb2.FileRange.DESCRIPTOR]

@@ -5,15 +5,15 @@ from itertools import permutations
 import pytest
 from tests.core.play import Play
 
-from mooring_agent.core.agent.announcements import check_announcement, known_announcement
-from mooring_agent.core.agent.commands import Commit, Stage, WriteManifest
-from mooring_agent.core.agent.events import Announced, Started
-from mooring_agent.core.agent.reducer import advance
-from mooring_agent.core.agent.state import State
-from mooring_agent.core.agent.work import Operation, WorkId
-from mooring_agent.core.errors import ErrorKind, RequestError
-from mooring_agent.core.model import Kind, Phase, SaveInfo
-from mooring_agent.runtime.engine.event_codec import decode_event, encode_event
+from keepstep_agent.core.agent.announcements import check_announcement, known_announcement
+from keepstep_agent.core.agent.commands import Commit, Stage, WriteManifest
+from keepstep_agent.core.agent.events import Announced, Started
+from keepstep_agent.core.agent.reducer import advance
+from keepstep_agent.core.agent.state import State
+from keepstep_agent.core.agent.work import Operation, WorkId
+from keepstep_agent.core.errors import ErrorKind, RequestError
+from keepstep_agent.core.model import Kind, Phase, SaveInfo
+from keepstep_agent.runtime.engine.event_codec import decode_event, encode_event
 
 _RANKS = (4, 5, 6)
 _INFO = SaveInfo(save="save", name="checkpoint-1", step=1, kind=Kind.PERIODIC, world_size=12)

@@ -9,20 +9,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mooring_agent.core.errors import ErrorKind, RequestError, StoreError
-from mooring_agent.core.limits import MANIFEST_BYTES, MANIFESTS_BYTES, MARKER_BYTES, PIN_BYTES
-from mooring_agent.core.model import FileEntry, Kind, ManifestReference, PackPlace, RankManifest, SaveInfo
-from mooring_agent.core.policies.restore_choice import Pin, decode_pin, encode_pin
-from mooring_agent.core.stored import checked_json
-from mooring_agent.core.stored.manifest import (
+from keepstep_agent.core.errors import ErrorKind, RequestError, StoreError
+from keepstep_agent.core.limits import MANIFEST_BYTES, MANIFESTS_BYTES, MARKER_BYTES, PIN_BYTES
+from keepstep_agent.core.model import FileEntry, Kind, ManifestReference, PackPlace, RankManifest, SaveInfo
+from keepstep_agent.core.policies.restore_choice import Pin, decode_pin, encode_pin
+from keepstep_agent.core.stored import checked_json
+from keepstep_agent.core.stored.manifest import (
     commit_marker,
     decode_manifest,
     decode_marker,
     encode_manifest,
     encode_marker,
 )
-from mooring_agent.core.stored.object_layout import check_file_path
-from mooring_agent.core.stored.packs_and_parts import LARGEST_PACK_BYTES
+from keepstep_agent.core.stored.object_layout import check_file_path
+from keepstep_agent.core.stored.packs_and_parts import LARGEST_PACK_BYTES
 
 
 def _is_file_path(path: str) -> bool:

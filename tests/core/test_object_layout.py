@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mooring_agent.core.errors import ErrorKind, RequestError
-from mooring_agent.core.limits import STEP
-from mooring_agent.core.model import Kind, SaveInfo
-from mooring_agent.core.stored.object_layout import (
+from keepstep_agent.core.errors import ErrorKind, RequestError
+from keepstep_agent.core.limits import STEP
+from keepstep_agent.core.model import Kind, SaveInfo
+from keepstep_agent.core.stored.object_layout import (
     COMMITS_PREFIX,
     check_file_path,
     check_token,
@@ -36,10 +36,10 @@ def _info(save: str = "a1-000001", step: int = 1200) -> SaveInfo:
 def test_the_layout_is_the_one_in_the_docs() -> None:
     info = _info()
     assert file_key(info, "model/shard-0.bin") == "checkpoint-1200/a1-000001/model/shard-0.bin"
-    assert manifest_key(info, 8, 16) == "checkpoint-1200/a1-000001/.mooring/manifest-00008-00016.json"
-    assert marker_key(info) == ".mooring/commits/999999998799.a1-000001.json"
-    assert pin_key("attempt-7", 3) == ".mooring/resume/attempt-7/000003.json"
-    assert place_key("attempt-7", 3, "worker-1") == ".mooring/resume/attempt-7/000003.worker-1.pod"
+    assert manifest_key(info, 8, 16) == "checkpoint-1200/a1-000001/.keepstep/manifest-00008-00016.json"
+    assert marker_key(info) == ".keepstep/commits/999999998799.a1-000001.json"
+    assert pin_key("attempt-7", 3) == ".keepstep/resume/attempt-7/000003.json"
+    assert place_key("attempt-7", 3, "worker-1") == ".keepstep/resume/attempt-7/000003.worker-1.pod"
 
 
 def test_everything_of_a_save_but_its_marker_lies_below_its_prefix() -> None:
@@ -70,8 +70,8 @@ def test_a_manifest_s_key_tells_which_ranks_it_may_have(first_rank: int, rank_co
 )
 def test_what_is_no_manifest_s_key_is_none(name: str) -> None:
     info = replace(_info(), world_size=100)
-    assert parse_manifest_key(info, f"{save_prefix(info)}.mooring/{name}") is None
-    assert parse_manifest_key(info, f"{save_prefix(_info('other'))}.mooring/manifest-00000-00001.json") is None
+    assert parse_manifest_key(info, f"{save_prefix(info)}.keepstep/{name}") is None
+    assert parse_manifest_key(info, f"{save_prefix(_info('other'))}.keepstep/manifest-00000-00001.json") is None
 
 
 @given(save=_tokens, step=st.integers(0, STEP))
@@ -86,7 +86,7 @@ def test_the_marker_of_the_greatest_step_is_listed_first(steps: list[int]) -> No
 
 
 @pytest.mark.parametrize(
-    "key", ["", ".mooring/commits/", ".mooring/commits/12.a.json", "checkpoint/save/file", "x.json"]
+    "key", ["", ".keepstep/commits/", ".keepstep/commits/12.a.json", "checkpoint/save/file", "x.json"]
 )
 def test_what_is_no_marker_s_key_is_none(key: str) -> None:
     assert parse_marker_key(key) is None
@@ -110,7 +110,7 @@ def test_plain_names_are_taken_as_they_are(value: str) -> None:
     assert check_token(value, "save id") == value
 
 
-@pytest.mark.parametrize("value", ["", ".", "..", "a/b", "-a", "a b", "ä", "a" * 129, "a\n", ".mooring"])
+@pytest.mark.parametrize("value", ["", ".", "..", "a/b", "-a", "a b", "ä", "a" * 129, "a\n", ".keepstep"])
 def test_what_cannot_be_part_of_a_key_is_refused(value: str) -> None:
     with pytest.raises(RequestError) as refused:
         check_token(value, "save id")
@@ -132,7 +132,7 @@ def test_file_names_are_kept_as_the_trainer_gave_them(path: str) -> None:
         "./a",
         "a/../b",
         "..",
-        ".mooring/manifest-00000-00001.json",
+        ".keepstep/manifest-00000-00001.json",
         "a\x00b",
         "a\nb",
         "\udcff",

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.core.play import staged_file
 
-from mooring_agent.core.model import StagedFile
-from mooring_agent.core.settings.values import MIB
-from mooring_agent.core.stored.packs_and_parts import HEADER_BYTES, PACK_BYTES, fits_header, plan_packs
+from keepstep_agent.core.model import StagedFile
+from keepstep_agent.core.settings.values import MIB
+from keepstep_agent.core.stored.packs_and_parts import HEADER_BYTES, PACK_BYTES, fits_header, plan_packs
 
 
 def _files(*sizes: int, stem: str = "part/") -> list[StagedFile]:

@@ -2,16 +2,16 @@
 
 from tests.core.play import PART_BYTES, Play
 
-from mooring_agent.core.agent.commands import CheckSent, Commit, PutFile, PutPack, Reconcile
-from mooring_agent.core.agent.events import ObjectsLost, Started
-from mooring_agent.core.agent.reducer import advance
-from mooring_agent.core.agent.state import State
-from mooring_agent.core.agent.work import Operation, WorkId
-from mooring_agent.core.errors import ErrorKind
-from mooring_agent.core.model import Kind, Phase
-from mooring_agent.core.settings.values import MIB
-from mooring_agent.core.stored.packs_and_parts import PACK_BYTES
-from mooring_agent.runtime.engine.event_codec import decode_event, encode_event
+from keepstep_agent.core.agent.commands import CheckSent, Commit, PutFile, PutPack, Reconcile
+from keepstep_agent.core.agent.events import ObjectsLost, Started
+from keepstep_agent.core.agent.reducer import advance
+from keepstep_agent.core.agent.state import State
+from keepstep_agent.core.agent.work import Operation, WorkId
+from keepstep_agent.core.errors import ErrorKind
+from keepstep_agent.core.model import Kind, Phase
+from keepstep_agent.core.settings.values import MIB
+from keepstep_agent.core.stored.packs_and_parts import PACK_BYTES
+from keepstep_agent.runtime.engine.event_codec import decode_event, encode_event
 
 _SMALL = (100 * 1024,) * 100
 _PACKS = 3
@@ -26,7 +26,7 @@ def test_many_small_files_take_few_requests_and_each_file_is_in_the_manifest_wit
     play.announce("s1", (*_SMALL, 2 * MIB))
     packs = _packs_in_flight(play)
     assert [command.key for command in packs] == [
-        f"checkpoint-1/s1/.mooring/pack-00000-{number:05d}.tar" for number in range(_PACKS)
+        f"checkpoint-1/s1/.keepstep/pack-00000-{number:05d}.tar" for number in range(_PACKS)
     ]
     assert all(command.pack.size_bytes <= PACK_BYTES for command in packs)
     assert [command.key for command in play.in_flight.values() if isinstance(command, PutFile)] == [

@@ -6,11 +6,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.core.play import Play
 
-from mooring_agent.core.agent.commands import Stage
-from mooring_agent.core.agent.work import Operation, WorkId
-from mooring_agent.core.limits import PARTS_PER_FILE
-from mooring_agent.core.settings.values import GIB, MIB, TransferSettings
-from mooring_agent.core.stored.packs_and_parts import MIN_PART_BYTES, part_size_for, plan, preferred_part_size
+from keepstep_agent.core.agent.commands import Stage
+from keepstep_agent.core.agent.work import Operation, WorkId
+from keepstep_agent.core.limits import PARTS_PER_FILE
+from keepstep_agent.core.settings.values import GIB, MIB, TransferSettings
+from keepstep_agent.core.stored.packs_and_parts import MIN_PART_BYTES, part_size_for, plan, preferred_part_size
 
 _LARGEST_PART_BYTES = 5 * GIB
 _LARGEST_OBJECT_BYTES = int(48.8 * 1024 * GIB)

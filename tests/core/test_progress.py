@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 from tests.core.play import Play
 
-from mooring_agent.core.agent.events import StepSeen, TerminationNoticed
-from mooring_agent.core.agent.reducer import advance
-from mooring_agent.core.policies.progress import Progress, StepSign
-from mooring_agent.core.settings.values import Duration, ProgressSettings
+from keepstep_agent.core.agent.events import StepSeen, TerminationNoticed
+from keepstep_agent.core.agent.reducer import advance
+from keepstep_agent.core.policies.progress import Progress, StepSign
+from keepstep_agent.core.settings.values import Duration, ProgressSettings
 
 TIMEOUT_SECONDS = 1800.0
 

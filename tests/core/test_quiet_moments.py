@@ -1,8 +1,8 @@
 """When a snapshot of the output directories is due."""
 
-from mooring_agent.core.mirror.output_scan import OutputScan
-from mooring_agent.core.mirror.quiet_moments import Look, QuietMoments
-from mooring_agent.core.model import Fingerprint
+from keepstep_agent.core.mirror.output_scan import OutputScan
+from keepstep_agent.core.mirror.quiet_moments import Look, QuietMoments
+from keepstep_agent.core.model import Fingerprint
 
 MIB = 1024**2
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from mooring_agent.core.agent import planner
-from mooring_agent.core.agent.commands import CheckSent, CreateUpload, Reconcile, Release, Stage
-from mooring_agent.core.agent.events import (
+from keepstep_agent.core.agent import planner
+from keepstep_agent.core.agent.commands import CheckSent, CreateUpload, Reconcile, Release, Stage
+from keepstep_agent.core.agent.events import (
     Announced,
     Committed,
     Event,
@@ -17,17 +17,17 @@ from mooring_agent.core.agent.events import (
     UploadCreated,
     WorkFailed,
 )
-from mooring_agent.core.agent.reducer import Ready, advance
-from mooring_agent.core.agent.state import State
-from mooring_agent.core.agent.work import Operation, WorkId
-from mooring_agent.core.errors import ErrorKind
-from mooring_agent.core.model import AnnouncementTime, Fingerprint, Kind, SaveInfo, StagedFile
-from mooring_agent.core.settings.values import MIB, Settings, StoreSettings, TransferSettings
+from keepstep_agent.core.agent.reducer import Ready, advance
+from keepstep_agent.core.agent.state import State
+from keepstep_agent.core.agent.work import Operation, WorkId
+from keepstep_agent.core.errors import ErrorKind
+from keepstep_agent.core.model import AnnouncementTime, Fingerprint, Kind, SaveInfo, StagedFile
+from keepstep_agent.core.settings.values import MIB, Settings, StoreSettings, TransferSettings
 
 INFO = SaveInfo(save="a-000001", name="checkpoint-1", step=1, kind=Kind.PERIODIC, world_size=1)
 FILE = StagedFile(
     path="model.bin",
-    pin=".mooring/staged/model.bin",
+    pin=".keepstep/staged/model.bin",
     fingerprint=Fingerprint(size_bytes=16 * MIB, mtime_ns=1, inode=1),
     private=False,
 )

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 from tests.core.play import Play
 
-from mooring_agent.core.agent import planner
-from mooring_agent.core.agent.commands import RequestSave
-from mooring_agent.core.agent.events import (
+from keepstep_agent.core.agent import planner
+from keepstep_agent.core.agent.commands import RequestSave
+from keepstep_agent.core.agent.events import (
     ObjectiveGiven,
     RankRegistered,
     RanksSeen,
@@ -15,8 +15,8 @@ from mooring_agent.core.agent.events import (
     SaveBegun,
     TerminationNoticed,
 )
-from mooring_agent.core.policies.recovery_objective import Objective, Obstacle, SaveTimes, plan_saves
-from mooring_agent.core.settings.values import Duration, ObjectiveSettings, Share
+from keepstep_agent.core.policies.recovery_objective import Objective, Obstacle, SaveTimes, plan_saves
+from keepstep_agent.core.settings.values import Duration, ObjectiveSettings, Share
 
 TIMES = SaveTimes(answer_seconds=1, write_seconds=9, commit_seconds=20, stall_seconds=2)
 

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mooring_agent.core.policies.restore_choice import (
+from keepstep_agent.core.policies.restore_choice import (
     CommittedSave,
     GiveUp,
     Pin,
@@ -12,7 +12,7 @@ from mooring_agent.core.policies.restore_choice import (
     choose,
     newest_first,
 )
-from mooring_agent.core.stored.object_layout import step_prefix
+from keepstep_agent.core.stored.object_layout import step_prefix
 
 
 def committed(step: int, save: str, saved_at: float = 0.0) -> CommittedSave:
@@ -80,4 +80,4 @@ def test_giving_up_says_what_is_wrong_with_the_newest_and_what_to_do() -> None:
     assert isinstance(choice, GiveUp)
     assert "none of 2" in choice.because
     assert "y is missing" in choice.because
-    assert "mooring verify" in choice.hint
+    assert "keepstep verify" in choice.hint

@@ -8,13 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.core.listings import DAY, NOW, committed, deleted, folder, ids, plan, snapshot, stored, why_kept
 
-from mooring_agent.core.policies.restore_choice import CommittedSave, newest_first
-from mooring_agent.core.policies.retention import horizon as horizon_rules
-from mooring_agent.core.policies.retention.deletions import StoredSave
-from mooring_agent.core.policies.retention.horizon import horizon_of, skipped
-from mooring_agent.core.policies.retention.shared_objects import SecondLook, without_named, without_reserved
-from mooring_agent.core.policies.retention.verdict import may_abort_upload
-from mooring_agent.core.settings.values import RetentionSettings
+from keepstep_agent.core.policies.restore_choice import CommittedSave, newest_first
+from keepstep_agent.core.policies.retention import horizon as horizon_rules
+from keepstep_agent.core.policies.retention.deletions import StoredSave
+from keepstep_agent.core.policies.retention.horizon import horizon_of, skipped
+from keepstep_agent.core.policies.retention.shared_objects import SecondLook, without_named, without_reserved
+from keepstep_agent.core.policies.retention.verdict import may_abort_upload
+from keepstep_agent.core.settings.values import RetentionSettings
 
 
 def test_all_but_the_newest_go() -> None:
@@ -164,7 +164,7 @@ def test_an_orphan_stays_until_something_newer_of_its_kind_is_committed() -> Non
 
 def test_a_reservation_shows_that_it_is_a_save() -> None:
     orphan = StoredSave(
-        name="node-0", save="mine", sizes_bytes={"node-0/mine/.mooring/base.json": 1}, modified_at=NOW - 5 * DAY
+        name="node-0", save="mine", sizes_bytes={"node-0/mine/.keepstep/base.json": 1}, modified_at=NOW - 5 * DAY
     )
     assert deleted(plan([snapshot(3)], [orphan])) == {"mine"}
 
@@ -176,7 +176,7 @@ def test_what_is_named_stays_with_the_manifest_and_the_reservation_goes() -> Non
     assert planned.deletions[0].size_bytes == 22
     prefix = f"node-0/{first.save}"
     (reduced,) = without_named(planned, {f"{prefix}/a.pt"}, look(found, [first, second])).deletions
-    assert reduced.waves == ((found[0].key,), (f"{prefix}/b.pt",), (f"{prefix}/.mooring/base.json",))
+    assert reduced.waves == ((found[0].key,), (f"{prefix}/b.pt",), (f"{prefix}/.keepstep/base.json",))
     assert (reduced.markers, reduced.size_bytes) == ((found[0].key,), 11)
     (whole,) = without_named(planned, set(), look(found, [first, second])).deletions
     assert (len(whole.data), whole.size_bytes) == (2, 22)

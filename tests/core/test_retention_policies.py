@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from tests.core.listings import DAY, NOW, committed, deleted, folder, ids, plan, snapshot, stored, why_kept
 from tests.core.retention_oracle import must_stay
 
-from mooring_agent.core.policies.restore_choice import CommittedSave, newest_first
-from mooring_agent.core.policies.retention import horizon as horizon_rules
-from mooring_agent.core.policies.retention.deletions import PrunePlan, StoredSave
-from mooring_agent.core.policies.retention.horizon import horizon_of
-from mooring_agent.core.policies.retention.verdict import without_finals
-from mooring_agent.core.settings.values import RetentionSettings
+from keepstep_agent.core.policies.restore_choice import CommittedSave, newest_first
+from keepstep_agent.core.policies.retention import horizon as horizon_rules
+from keepstep_agent.core.policies.retention.deletions import PrunePlan, StoredSave
+from keepstep_agent.core.policies.retention.horizon import horizon_of
+from keepstep_agent.core.policies.retention.verdict import without_finals
+from keepstep_agent.core.settings.values import RetentionSettings
 
 HOUR = 3600.0
 

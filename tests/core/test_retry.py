@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mooring_agent.core.errors import RETRYABLE, ErrorKind, retry_delay_seconds
+from keepstep_agent.core.errors import RETRYABLE, ErrorKind, retry_delay_seconds
 
 
 @pytest.mark.parametrize("kind", sorted(set(ErrorKind) - RETRYABLE))

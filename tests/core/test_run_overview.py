@@ -8,9 +8,9 @@ import pytest
 from tests.core.listings import committed, snapshot
 from tests.core.noted_lives import NotedLife, killed_and_resumed
 
-from mooring_agent.core.model import CommitMarker, Kind, SaveInfo
-from mooring_agent.core.policies.restore_choice import CommittedSave
-from mooring_agent.core.policies.run_overview import (
+from keepstep_agent.core.model import CommitMarker, Kind, SaveInfo
+from keepstep_agent.core.policies.restore_choice import CommittedSave
+from keepstep_agent.core.policies.run_overview import (
     MOST_CHECKPOINTS,
     MOST_STARTS,
     CheckpointState,
@@ -19,7 +19,7 @@ from mooring_agent.core.policies.run_overview import (
     RunStanding,
     overview_of,
 )
-from mooring_agent.core.stored.ledger import AgentEnded, Alive, SaveLost
+from keepstep_agent.core.stored.ledger import AgentEnded, Alive, SaveLost
 
 DAY = 24 * 3600.0
 

@@ -6,11 +6,11 @@ from dataclasses import replace
 import pytest
 from tests.core.play import Play
 
-from mooring_agent.core.agent import disk_pressure
-from mooring_agent.core.agent.events import DiskRead
-from mooring_agent.core.model import Kind
-from mooring_agent.core.policies.save_advice import Caveat, JobNumbers, SaveAdvice, advise
-from mooring_agent.core.settings.values import GIB, DiskSettings, RetentionSettings
+from keepstep_agent.core.agent import disk_pressure
+from keepstep_agent.core.agent.events import DiskRead
+from keepstep_agent.core.model import Kind
+from keepstep_agent.core.policies.save_advice import Caveat, JobNumbers, SaveAdvice, advise
+from keepstep_agent.core.settings.values import GIB, DiskSettings, RetentionSettings
 
 MANY_PODS = JobNumbers(
     checkpoint_bytes=200 * GIB,

@@ -2,8 +2,8 @@
 
 import pytest
 
-from mooring_agent.core.settings.checks import setting_problems
-from mooring_agent.core.settings.table import parse_seconds
+from keepstep_agent.core.settings.checks import setting_problems
+from keepstep_agent.core.settings.table import parse_seconds
 
 
 def problems(volume: str, checkpoint_directory: str) -> list[str]:
@@ -57,7 +57,7 @@ def test_watched_directories_may_lie_anywhere_beside_each_other(directories: tup
     [
         (("/b/out", "/a/out"), "watch /a/out and /b/out have the same last name: snapshots tell directories by it"),
         (("/out", "/out/logs"), "watch /out/logs lies below /out: give only /out"),
-        (("/volume/.mooring",), "watch /volume/.mooring: '.mooring/file' lies in the reserved folder .mooring"),
+        (("/volume/.keepstep",), "watch /volume/.keepstep: '.keepstep/file' lies in the reserved folder .keepstep"),
         (("/",), "watch /: '/file' is not a plain relative path"),
     ],
 )

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from mooring_agent.core.mirror.base import HeldFile, MirrorBase, decode_base, encode_base
-from mooring_agent.core.mirror.output_scan import OutputScan
-from mooring_agent.core.mirror.plan import (
+from keepstep_agent.core.mirror.base import HeldFile, MirrorBase, decode_base, encode_base
+from keepstep_agent.core.mirror.output_scan import OutputScan
+from keepstep_agent.core.mirror.plan import (
     FolderKinds,
     SnapshotPlan,
     Together,
@@ -16,7 +16,7 @@ from mooring_agent.core.mirror.plan import (
     stored_together,
     unfinished_folders,
 )
-from mooring_agent.core.model import FileEntry, Fingerprint, Owner, PinMethod, SnapshotId
+from keepstep_agent.core.model import FileEntry, Fingerprint, Owner, PinMethod, SnapshotId
 
 
 def seen(size_bytes: int, *, inode: int = 1, mtime_ns: int = 0) -> Fingerprint:

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 from tests.core.play import PART_BYTES, Play
 
-from mooring_agent.core.agent.announcements import check_announcement
-from mooring_agent.core.agent.commands import Commit
-from mooring_agent.core.agent.events import (
+from keepstep_agent.core.agent.announcements import check_announcement
+from keepstep_agent.core.agent.commands import Commit
+from keepstep_agent.core.agent.events import (
     Announced,
     DiskRead,
     OutputLooked,
@@ -15,12 +15,12 @@ from mooring_agent.core.agent.events import (
     StopRequested,
     TerminationNoticed,
 )
-from mooring_agent.core.agent.reducer import step
-from mooring_agent.core.agent.state import State
-from mooring_agent.core.agent.work import Operation, WorkId
-from mooring_agent.core.errors import ErrorKind, RequestError
-from mooring_agent.core.model import FileEntry, Kind, Owner, Phase, RankManifest
-from mooring_agent.runtime.engine.event_codec import decode_event, encode_event
+from keepstep_agent.core.agent.reducer import step
+from keepstep_agent.core.agent.state import State
+from keepstep_agent.core.agent.work import Operation, WorkId
+from keepstep_agent.core.errors import ErrorKind, RequestError
+from keepstep_agent.core.model import FileEntry, Kind, Owner, Phase, RankManifest
+from keepstep_agent.runtime.engine.event_codec import decode_event, encode_event
 
 KEPT = FileEntry(
     path="out/kept",

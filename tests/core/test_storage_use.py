@@ -5,11 +5,11 @@ from collections.abc import Iterable
 
 import pytest
 
-from mooring_agent.core.model import Kind, SaveInfo
-from mooring_agent.core.policies.restore_choice import CommittedSave
-from mooring_agent.core.policies.run_census import Census, StoredRun, UnfinishedUpload
-from mooring_agent.core.policies.storage_use import Age, AgeLimits, Amount, RunState, UseKind, usage_of, use_of
-from mooring_agent.core.stored.object_layout import (
+from keepstep_agent.core.model import Kind, SaveInfo
+from keepstep_agent.core.policies.restore_choice import CommittedSave
+from keepstep_agent.core.policies.run_census import Census, StoredRun, UnfinishedUpload
+from keepstep_agent.core.policies.storage_use import Age, AgeLimits, Amount, RunState, UseKind, usage_of, use_of
+from keepstep_agent.core.stored.object_layout import (
     file_key,
     manifest_key,
     marker_key,
@@ -42,7 +42,7 @@ def census(
     found = Census()
     for key, size_bytes, at in stored:
         found.add(key, size_bytes, at)
-        head, mark, rest = f"/{key}".partition("/.mooring/")
+        head, mark, rest = f"/{key}".partition("/.keepstep/")
         run, inner = f"{head}/"[1:], mark[1:] + rest
         if parsed := parse_marker_key(inner):
             found.add_marker(run, CommittedSave(key=inner, step=parsed[0], save=parsed[1], modified_at=at))
@@ -131,9 +131,9 @@ def test_unfinished_uploads_belong_to_their_run_and_are_orphaned_when_they_are_o
     ]
     # A directory as the destination shows them in the folders of its runs.
     aside = [
-        ("a/.mooring/uploads/1/data", 5, NOW - 9 * DAY),
-        ("a/.mooring/uploads/1/part-00001", 1, NOW - 9 * DAY),
-        ("a/.mooring/uploads/2/data", 4, NOW),
+        ("a/.keepstep/uploads/1/data", 5, NOW - 9 * DAY),
+        ("a/.keepstep/uploads/1/part-00001", 1, NOW - 9 * DAY),
+        ("a/.keepstep/uploads/2/data", 4, NOW),
     ]
 
     runs, outside = census(save("a/", info(1), NOW) + aside, uploads)

@@ -3,11 +3,11 @@
 import pytest
 from tests.core.play import PART_BYTES, Play
 
-from mooring_agent.core.agent import planner
-from mooring_agent.core.agent.circuit_breaker import STORE_WIDE
-from mooring_agent.core.agent.events import Committed, TerminationNoticed
-from mooring_agent.core.agent.work import STAYS_HERE, Operation, WorkId
-from mooring_agent.core.errors import ErrorKind
+from keepstep_agent.core.agent import planner
+from keepstep_agent.core.agent.circuit_breaker import STORE_WIDE
+from keepstep_agent.core.agent.events import Committed, TerminationNoticed
+from keepstep_agent.core.agent.work import STAYS_HERE, Operation, WorkId
+from keepstep_agent.core.errors import ErrorKind
 
 _LONGEST_PAUSE_SECONDS = 5.0
 

@@ -5,11 +5,11 @@ import random
 import pytest
 from tests.core.play import PART_BYTES, Play
 
-from mooring_agent.core.agent.commands import CancelWork, CreateUpload
-from mooring_agent.core.agent.events import Committed, PartStored, TerminationNoticed
-from mooring_agent.core.agent.work import Operation, WorkId
-from mooring_agent.core.errors import ErrorKind
-from mooring_agent.core.model import Kind, Phase
+from keepstep_agent.core.agent.commands import CancelWork, CreateUpload
+from keepstep_agent.core.agent.events import Committed, PartStored, TerminationNoticed
+from keepstep_agent.core.agent.work import Operation, WorkId
+from keepstep_agent.core.errors import ErrorKind
+from keepstep_agent.core.model import Kind, Phase
 
 
 def _send(play: Play, count: int) -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mooring_agent.core.agent.state import UploadRate
+from keepstep_agent.core.agent.state import UploadRate
 
 
 def test_nothing_measured_is_no_rate() -> None:

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from tests.core.listings import DAY, NOW, committed, deleted, folder, ids, plan, snapshot
 from tests.core.retention_oracle import wanted_by_policies
 
-from mooring_agent.core.errors import ErrorKind, StoreError
-from mooring_agent.core.model import (
+from keepstep_agent.core.errors import ErrorKind, StoreError
+from keepstep_agent.core.model import (
     CommitMarker,
     FileEntry,
     Kind,
@@ -20,11 +20,11 @@ from mooring_agent.core.model import (
     WeightsOnly,
     is_optimizer_file,
 )
-from mooring_agent.core.policies.restore_choice import CommittedSave
-from mooring_agent.core.policies.retention.deletions import PrunePlan, StoredSave
-from mooring_agent.core.policies.retention.weights_only import Reduction, optimizer_keys, plan_reductions
-from mooring_agent.core.settings.values import Duration, RetentionSettings
-from mooring_agent.core.stored.weights_marker import decode_weights_marker, encode_weights_marker
+from keepstep_agent.core.policies.restore_choice import CommittedSave
+from keepstep_agent.core.policies.retention.deletions import PrunePlan, StoredSave
+from keepstep_agent.core.policies.retention.weights_only import Reduction, optimizer_keys, plan_reductions
+from keepstep_agent.core.settings.values import Duration, RetentionSettings
+from keepstep_agent.core.stored.weights_marker import decode_weights_marker, encode_weights_marker
 
 _KEEP = RetentionSettings(keep_last=1, keep_every_steps=1, weights_only_after=Duration(2 * DAY))
 _FILES = ("model.safetensors", "optimizer.pt", "optimizer_0/__0_0.distcp", "scheduler.pt")
@@ -33,7 +33,7 @@ _FILES = ("model.safetensors", "optimizer.pt", "optimizer_0/__0_0.distcp", "sche
 def stored(one: CommittedSave, *files: str) -> StoredSave:
     prefix = f"checkpoint-{one.step}/{one.save}"
     sizes_bytes = {f"{prefix}/{file}": 10 for file in files or _FILES}
-    sizes_bytes |= {f"{prefix}/.mooring/manifest-00000-00001.json": 1, f"{prefix}/.mooring/pack-00000-00000.tar": 1}
+    sizes_bytes |= {f"{prefix}/.keepstep/manifest-00000-00001.json": 1, f"{prefix}/.keepstep/pack-00000-00000.tar": 1}
     return StoredSave(
         name=f"checkpoint-{one.step}", save=one.save, sizes_bytes=sizes_bytes, modified_at=one.modified_at
     )

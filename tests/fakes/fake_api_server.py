@@ -47,7 +47,7 @@ class Asked(NamedTuple):
 class FakeApiServer:
     """While the context is open it serves at `url`; over TLS, as pods see it, with a `certificate`."""
 
-    def __init__(self, *, namespace: str = "mooring", certificate: Certificate | None = None) -> None:
+    def __init__(self, *, namespace: str = "keepstep", certificate: Certificate | None = None) -> None:
         self.shelf = ObjectShelf()
         self.asked: list[Asked] = []
         self.mood = Mood.WELL
@@ -127,7 +127,7 @@ class FakeApiServer:
         if request.headers.get("Authorization") != f"Bearer {TOKEN}":
             raise RefusedError(401, "Unauthorized", "Unauthorized")
         if not self.allowed(verb, resource, name):
-            message = f'{resource} "{name}" is forbidden: User "mooring" cannot {verb} resource "{resource}"'
+            message = f'{resource} "{name}" is forbidden: User "keepstep" cannot {verb} resource "{resource}"'
             raise RefusedError(403, "Forbidden", message)
         match verb:
             case "get" if name:

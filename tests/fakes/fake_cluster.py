@@ -1,7 +1,7 @@
 """`ports.Cluster` in memory."""
 
-from mooring_agent.core.errors import ClusterError, ErrorKind
-from mooring_agent.ports import PodEvent
+from keepstep_agent.core.errors import ClusterError, ErrorKind
+from keepstep_agent.ports import PodEvent
 
 
 class FakeCluster:

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from mooring_agent.core.errors import ErrorKind, PreemptionSourceError
-from mooring_agent.ports import TerminationNotice
+from keepstep_agent.core.errors import ErrorKind, PreemptionSourceError
+from keepstep_agent.ports import TerminationNotice
 
 
 class FakePreemptionSource:

@@ -9,7 +9,7 @@ from typing import Any
 
 from tests.fakes.memory_store import MemoryStore
 
-from mooring_agent.core.errors import ErrorKind, StoreError
+from keepstep_agent.core.errors import ErrorKind, StoreError
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,12 +10,12 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
-from mooring_agent.adapters.checksum import crc64nvme, require_checksum
-from mooring_agent.adapters.region_file import RegionFile
-from mooring_agent.adapters.transfer.sink import PositionedFileWriter
-from mooring_agent.core.errors import ErrorKind, StoreError, checkpoint_corrupt, object_too_large
-from mooring_agent.core.model import Region
-from mooring_agent.ports import ObjectInfo, PartInfo, StoreCapabilities, UploadInfo
+from keepstep_agent.adapters.checksum import crc64nvme, require_checksum
+from keepstep_agent.adapters.region_file import RegionFile
+from keepstep_agent.adapters.transfer.sink import PositionedFileWriter
+from keepstep_agent.core.errors import ErrorKind, StoreError, checkpoint_corrupt, object_too_large
+from keepstep_agent.core.model import Region
+from keepstep_agent.ports import ObjectInfo, PartInfo, StoreCapabilities, UploadInfo
 
 
 @dataclass(slots=True)

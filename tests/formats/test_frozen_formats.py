@@ -1,4 +1,4 @@
-"""What Mooring writes, as it was written once and for all: an upgrade meets these files, a downgrade newer ones.
+"""What Keepstep writes, as it was written once and for all: an upgrade meets these files, a downgrade newer ones.
 
 Each file in `frozen/` was written by the version that introduced its format, and never changes once that version is
 released. When a format changes, add a file, and raise the format's number: an older version then says what it met.
@@ -16,20 +16,20 @@ from zlib import crc32
 import pytest
 from structlog.testing import capture_logs
 
-from mooring.checkpoints.records import read_records, write_record
-from mooring_agent.adapters.records import unannounced
-from mooring_agent.adapters.volume.pinning import encode_descriptor, read_descriptor
-from mooring_agent.adapters.volume.shared_volume import open_volume
-from mooring_agent.core.agent.events import EVENT_TAGS
-from mooring_agent.core.errors import ErrorKind, StoreError
-from mooring_agent.core.mirror.base import decode_base, encode_base
-from mooring_agent.core.policies.restore_choice import decode_pin, encode_pin
-from mooring_agent.core.stored.ledger import decode_lives, encode_life
-from mooring_agent.core.stored.manifest import decode_manifest, decode_marker, encode_manifest, encode_marker
-from mooring_agent.core.stored.reservation import decode_reservation, encode_reservation
-from mooring_agent.core.stored.weights_marker import decode_weights_marker, encode_weights_marker
-from mooring_agent.runtime.engine.event_codec import UnknownRecordError, decode_event, encode_event
-from mooring_api import signal_file
+from keepstep.checkpoints.records import read_records, write_record
+from keepstep_agent.adapters.records import unannounced
+from keepstep_agent.adapters.volume.pinning import encode_descriptor, read_descriptor
+from keepstep_agent.adapters.volume.shared_volume import open_volume
+from keepstep_agent.core.agent.events import EVENT_TAGS
+from keepstep_agent.core.errors import ErrorKind, StoreError
+from keepstep_agent.core.mirror.base import decode_base, encode_base
+from keepstep_agent.core.policies.restore_choice import decode_pin, encode_pin
+from keepstep_agent.core.stored.ledger import decode_lives, encode_life
+from keepstep_agent.core.stored.manifest import decode_manifest, decode_marker, encode_manifest, encode_marker
+from keepstep_agent.core.stored.reservation import decode_reservation, encode_reservation
+from keepstep_agent.core.stored.weights_marker import decode_weights_marker, encode_weights_marker
+from keepstep_agent.runtime.engine.event_codec import UnknownRecordError, decode_event, encode_event
+from keepstep_api import signal_file
 
 FROZEN: Final = Path(__file__).parent / "frozen"
 JOURNAL: Final = (FROZEN / "journal.jsonl").read_bytes().splitlines(keepends=True)
@@ -71,7 +71,7 @@ def test_every_event_of_the_journal_is_frozen() -> None:
 
 
 def test_a_frozen_record_is_read_by_client_and_agent_and_written_again(tmp_path: Path) -> None:
-    records = tmp_path / ".mooring" / "records"
+    records = tmp_path / ".keepstep" / "records"
     records.mkdir(parents=True)
     body = (FROZEN / "checkpoint-7.json").read_bytes()
     (records / "checkpoint-7.json").write_bytes(body)
@@ -101,22 +101,22 @@ def test_an_object_of_a_newer_version_is_no_damage_and_says_to_update(name: str)
     with pytest.raises(StoreError, match="it has format 9") as raised:
         decode(newer((FROZEN / name).read_bytes()), "key")
     assert raised.value.kind is ErrorKind.FORMAT_UNKNOWN
-    assert "update Mooring" in str(raised.value)
+    assert "update Keepstep" in str(raised.value)
 
 
 def test_a_pin_of_a_newer_version_is_refused_and_says_to_update() -> None:
-    with pytest.raises(StoreError, match=r"it has format 9.*update Mooring"):
+    with pytest.raises(StoreError, match=r"it has format 9.*update Keepstep"):
         decode_pin(newer((FROZEN / "pin.json").read_bytes()), "key")
 
 
 @pytest.mark.parametrize("record", JOURNAL, ids=[json.loads(line)["event"] for line in JOURNAL])
 def test_a_journal_record_of_a_newer_version_is_refused(record: bytes) -> None:
-    with pytest.raises(UnknownRecordError, match=r"it has format 9.*update Mooring"):
+    with pytest.raises(UnknownRecordError, match=r"it has format 9.*update Keepstep"):
         decode_event(newer(record))
 
 
 def test_a_record_of_a_newer_version_is_skipped_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.WARNING, "mooring")
+    caplog.set_level(logging.WARNING, "keepstep")
     body = (FROZEN / "checkpoint-7.json").read_bytes().replace(b'"format": 1', b'"format": 2')
     (tmp_path / "checkpoint-7.json").write_bytes(body)
     assert list(read_records(tmp_path)) == []

@@ -10,15 +10,15 @@ import pytest
 from tests.formats.test_frozen_formats import newer
 from tests.restore.stored_checkpoints import store_checkpoint
 
-from mooring_agent.adapters.open_store import open_store
-from mooring_agent.catalog.markers import list_committed
-from mooring_agent.catalog.pruning import prune
-from mooring_agent.core.errors import MooringError
-from mooring_agent.core.limits import MARKER_BYTES
-from mooring_agent.core.policies.restore_choice import Pin, encode_pin
-from mooring_agent.core.settings.values import RetentionSettings, StoreSettings
-from mooring_agent.core.stored.object_layout import damage_key, marker_key
-from mooring_agent.restore.init_step import restore
+from keepstep_agent.adapters.open_store import open_store
+from keepstep_agent.catalog.markers import list_committed
+from keepstep_agent.catalog.pruning import prune
+from keepstep_agent.core.errors import KeepstepError
+from keepstep_agent.core.limits import MARKER_BYTES
+from keepstep_agent.core.policies.restore_choice import Pin, encode_pin
+from keepstep_agent.core.settings.values import RetentionSettings, StoreSettings
+from keepstep_agent.core.stored.object_layout import damage_key, marker_key
+from keepstep_agent.restore.init_step import restore
 
 NEWEST = 200
 
@@ -37,7 +37,7 @@ async def settings(tmp_path: Path) -> StoreSettings:
 
 
 async def run(settings: StoreSettings, volume: Path, **options: Any) -> Any:
-    agent = volume / ".mooring" / "agent"
+    agent = volume / ".keepstep" / "agent"
     async with open_store(settings) as store:
         return await restore(
             store, checkpoint_directory=volume / "checkpoints", volume=volume, state_directory=agent, **options
@@ -57,19 +57,19 @@ async def test_restore_takes_the_newest_that_it_can_read_and_says_why(settings: 
 
 
 def test_ls_shows_the_row_with_its_reason(settings: StoreSettings) -> None:
-    command = [sys.executable, "-m", "mooring_agent", "ls", settings.destination, "--json"]
+    command = [sys.executable, "-m", "keepstep_agent", "ls", settings.destination, "--json"]
     listed = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     rows = {row["step"]: row["problem"] for row in json.loads(listed.stdout)["checkpoints"]}
     assert rows[100] == ""
-    assert "update Mooring" in rows[NEWEST]
+    assert "update Keepstep" in rows[NEWEST]
 
 
 async def test_a_pin_of_a_newer_version_ends_restore(settings: StoreSettings, tmp_path: Path) -> None:
     volume = tmp_path / "volume"
     volume.mkdir()
     async with open_store(settings) as store:
-        await store.put(".mooring/resume/one/000000.json", newer(encode_pin(Pin(attempt="one"))))
-    with pytest.raises(MooringError, match="update Mooring"):
+        await store.put(".keepstep/resume/one/000000.json", newer(encode_pin(Pin(attempt="one"))))
+    with pytest.raises(KeepstepError, match="update Keepstep"):
         await run(settings, volume, attempt="one")
 
 
@@ -92,9 +92,9 @@ async def test_prune_counts_on_nothing_that_it_cannot_read(settings: StoreSettin
 
 
 def test_verify_names_what_it_cannot_read_and_goes_on(settings: StoreSettings) -> None:
-    command = [sys.executable, "-m", "mooring_agent", "verify", settings.destination, "--all", "--json"]
+    command = [sys.executable, "-m", "keepstep_agent", "verify", settings.destination, "--all", "--json"]
     verified = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     problems = {one["step"]: one["problems"] for one in json.loads(verified.stdout)["checkpoints"]}
     assert verified.returncode == 1
     assert problems[100] == []
-    assert "update Mooring" in str(problems[NEWEST])
+    assert "update Keepstep" in str(problems[NEWEST])

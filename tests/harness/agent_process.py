@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any, Self
 
 import grpc
-from tests.harness.warm_python import WarmProcess, starts_alike, warm_mooring
+from tests.harness.warm_python import WarmProcess, starts_alike, warm_keepstep
 
-from mooring_api.names import socket_address
-from mooring_api.v1 import agent_pb2, agent_pb2_grpc
+from keepstep_api.names import socket_address
+from keepstep_api.v1 import agent_pb2, agent_pb2_grpc
 
 # They bound a hang and judge no speed: on a busy machine a start takes many seconds, and a call that is journaled some.
 _START_SECONDS = 60.0
@@ -47,7 +47,7 @@ class AgentProcess:
         *,
         environment: Mapping[str, str] | None = None,
         fresh: bool = False,
-        module: str = "mooring_agent",
+        module: str = "keepstep_agent",
         warm: bool = True,
         **settings: object,
     ) -> None:
@@ -58,15 +58,15 @@ class AgentProcess:
         self.volume = volume
         self.destination = destination
         self.checkpoints = volume / "checkpoints"
-        self.socket = volume / ".mooring" / "agent.sock"
+        self.socket = volume / ".keepstep" / "agent.sock"
         # How full the disk under the tests is decides nothing, unless a test sets it.
-        roomy = {"MOORING_EVICTION_THRESHOLD_PERCENT": "0"}
+        roomy = {"KEEPSTEP_EVICTION_THRESHOLD_PERCENT": "0"}
         self._environment = {**os.environ, **roomy, **(environment or {})}
         self._arguments = [_flag(name.replace("_", "-"), value) for name, value in settings.items()]
         self._fresh = fresh
         self._module = module
         self._log_path = volume.parent / f"{volume.name}.agent.log"
-        self._warm = warm and module == "mooring_agent" and starts_alike(self._environment)
+        self._warm = warm and module == "keepstep_agent" and starts_alike(self._environment)
         self._process: subprocess.Popen[bytes] | WarmProcess | None = None
 
     def __enter__(self) -> Self:
@@ -86,7 +86,7 @@ class AgentProcess:
         with self._log_path.open("ab") as log, Path(os.devnull).open("rb") as nothing:
             out, errors = log.fileno(), stderr or log.fileno()
             if self._warm:
-                self._process = warm_mooring().start(
+                self._process = warm_keepstep().start(
                     words, environment=self._environment, files=[nothing.fileno(), out, errors]
                 )
             else:

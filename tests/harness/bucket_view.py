@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tests.harness.warm_python import mooring
+from tests.harness.warm_python import keepstep
 from tests.servers.server import Bucket
 
 
@@ -30,7 +30,7 @@ class BucketView:
 
     def markers(self) -> list[str]:
         """Keys of the commit markers, oldest step first."""
-        return sorted(self.keys(".mooring/commits/"), reverse=True)
+        return sorted(self.keys(".keepstep/commits/"), reverse=True)
 
     def steps(self) -> list[int]:
         """Return the committed steps, oldest first."""
@@ -56,19 +56,19 @@ class BucketView:
         return [upload["Key"] for upload in answer.get("Uploads", [])]
 
     def verify(self) -> list[dict[str, Any]]:
-        """`mooring verify --all`: one row per committed checkpoint, every byte read back."""
-        answer = json.loads(self._mooring("verify", "--all", "--json"))
+        """`keepstep verify --all`: one row per committed checkpoint, every byte read back."""
+        answer = json.loads(self._keepstep("verify", "--all", "--json"))
         checkpoints: list[dict[str, Any]] = answer["checkpoints"]
         return checkpoints
 
     def restore(self, volume: Path) -> Path:
-        """`mooring restore` into a volume; where the checkpoint lies then."""
-        answer = json.loads(self._mooring("restore", "--volume", str(volume), "--json"))
+        """`keepstep restore` into a volume; where the checkpoint lies then."""
+        answer = json.loads(self._keepstep("restore", "--volume", str(volume), "--json"))
         return Path(answer["restored"]["path"])
 
-    def _mooring(self, command: str, *arguments: str) -> str:
+    def _keepstep(self, command: str, *arguments: str) -> str:
         """Its standard output; AssertionError with its standard error if it fails."""
-        ended = mooring(
+        ended = keepstep(
             command,
             self._bucket.destination,
             f"--endpoint-url={self._bucket.endpoint_url}",

@@ -4,7 +4,7 @@ import json
 import subprocess
 from pathlib import Path
 
-from mooring_api.names import RANKS_DIRECTORY, STATE_DIRECTORY
+from keepstep_api.names import RANKS_DIRECTORY, STATE_DIRECTORY
 
 
 def claims(volume: Path, local_rank: int = 0) -> list[str]:

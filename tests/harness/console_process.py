@@ -23,7 +23,7 @@ class ConsoleProcess:
         folder.mkdir(parents=True, exist_ok=True)
         self.address = ""
         self._output, self._log = folder / "console.out", folder / "console.log"
-        self._command = [sys.executable, "-m", "mooring_agent", "console", destination]
+        self._command = [sys.executable, "-m", "keepstep_agent", "console", destination]
         self._command += ["--address=127.0.0.1:0", "--refresh-every=1s", *options]
         self._process: subprocess.Popen[bytes] | None = None
 

@@ -68,7 +68,7 @@ def _control_group(controller: str, version_1: dict[str, str], version_2: dict[s
     of_version_1 = [(names, path) for _, names, path in lines if controller in names.split(",")]
     names, path = of_version_1[0] if of_version_1 else ("", next(path for number, _, path in lines if number == "0"))
     parent = _ROOT / names / path.lstrip("/")
-    directory = parent / f"mooring-{controller}-{os.getpid()}"
+    directory = parent / f"keepstep-{controller}-{os.getpid()}"
     try:
         directory.mkdir()
     except OSError as error:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from mooring_agent.ports import ObjectStore
+from keepstep_agent.ports import ObjectStore
 
 
 class FlippingStore:

@@ -5,9 +5,9 @@ from typing import Final
 
 from tests.restore.stored_checkpoints import store_ranks
 
-from mooring_agent.core.model import FileEntry, Kind, PackPlace, RankManifest, SaveInfo
-from mooring_agent.core.stored.object_layout import file_key, pack_key
-from mooring_agent.ports import ObjectStore
+from keepstep_agent.core.model import FileEntry, Kind, PackPlace, RankManifest, SaveInfo
+from keepstep_agent.core.stored.object_layout import file_key, pack_key
+from keepstep_agent.ports import ObjectStore
 
 PARTS: Final = 10_000
 _PACK_BYTES: Final = 1024

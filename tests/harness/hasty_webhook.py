@@ -1,6 +1,6 @@
-"""`mooring webhook` whose replicas look often and trust a new CA soon, for tests: nothing a user could ask for.
+"""`keepstep webhook` whose replicas look often and trust a new CA soon, for tests: nothing a user could ask for.
 
-MOORING_TEST_PACE='{"look_seconds": 0.2}' python -m tests.harness.hasty_webhook webhook …
+KEEPSTEP_TEST_PACE='{"look_seconds": 0.2}' python -m tests.harness.hasty_webhook webhook …
 """
 
 import json
@@ -9,11 +9,11 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Final
 
-from mooring_agent.__main__ import main
-from mooring_agent.webhook import certificate_keeper, server
-from mooring_agent.webhook.settings import WebhookSettings
+from keepstep_agent.__main__ import main
+from keepstep_agent.webhook import certificate_keeper, server
+from keepstep_agent.webhook.settings import WebhookSettings
 
-TIMINGS_VARIABLE: Final = "MOORING_TEST_PACE"
+TIMINGS_VARIABLE: Final = "KEEPSTEP_TEST_PACE"
 SETTLE_SECONDS: Final = 8.0
 """How long a new CA has to be seen published."""
 

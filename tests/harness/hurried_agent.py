@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import uvloop
 
-from mooring_agent.__main__ import main
+from keepstep_agent.__main__ import main
 
 _PATIENCE_SECONDS: Final = 0.03
 _LIFE_SECONDS: Final = 60.0

@@ -16,15 +16,15 @@ from tests.chart.rendering import NAMESPACE, of_kind, render
 from tests.fakes.fake_api_server import FakeApiServer
 from tests.servers.tls import make_certificate
 
-from mooring_agent.core.policies.certificate_rotation import CertificateLifetimes
-from mooring_agent.webhook.certificates import SecretContent, make_authority, make_leaf
-from mooring_agent.webhook.settings import SelfManaged
+from keepstep_agent.core.policies.certificate_rotation import CertificateLifetimes
+from keepstep_agent.webhook.certificates import SecretContent, make_authority, make_leaf
+from keepstep_agent.webhook.settings import SelfManaged
 
 MANAGED: Final = SelfManaged(
     namespace=NAMESPACE,
-    service="mooring-webhook",
-    secret="mooring-webhook-certificates",
-    configuration="mooring",
+    service="keepstep-webhook",
+    secret="keepstep-webhook-certificates",
+    configuration="keepstep",
 )
 SERVICE: Final = f"{MANAGED.service}.{MANAGED.namespace}.svc"
 

@@ -1,6 +1,6 @@
 """The reference for how bytes move: bodies as bytes, whole in memory, by nothing but aiobotocore's own means.
 
-    python -m tests.harness.plain_transfer ARGUMENTS OF mooring
+    python -m tests.harness.plain_transfer ARGUMENTS OF keepstep
 
 runs the command line with it, so that what holds of the direct way can be seen to hold of this one, too.
 """
@@ -11,20 +11,20 @@ from typing import Any
 
 import aiohttp
 
-from mooring_agent.adapters.checksum import crc64nvme, require_checksum
-from mooring_agent.adapters.rate_limit import RateLimiter
-from mooring_agent.adapters.region_file import RegionFile
-from mooring_agent.adapters.s3 import store
-from mooring_agent.adapters.transfer.stall_timeout import StallTimeout
-from mooring_agent.adapters.volume.errors import volume_error
-from mooring_agent.core.errors import MooringError
-from mooring_agent.core.model import Region
+from keepstep_agent.adapters.checksum import crc64nvme, require_checksum
+from keepstep_agent.adapters.rate_limit import RateLimiter
+from keepstep_agent.adapters.region_file import RegionFile
+from keepstep_agent.adapters.s3 import store
+from keepstep_agent.adapters.transfer.stall_timeout import StallTimeout
+from keepstep_agent.adapters.volume.errors import volume_error
+from keepstep_agent.core.errors import KeepstepError
+from keepstep_agent.core.model import Region
 
 
 class PlainBody(bytes):
     """Bytes, and what the signer wants to know."""
 
-    failure: MooringError | None = None
+    failure: KeepstepError | None = None
     sent_whole = True
     payload_signature: str = ""
 
@@ -88,7 +88,7 @@ def _open_plain(really_open: Any) -> Any:
 
 
 if __name__ == "__main__":
-    from mooring_agent.__main__ import main
+    from keepstep_agent.__main__ import main
 
     store.open_s3_store = _open_plain(store.open_s3_store)
     main()

@@ -1,4 +1,4 @@
-"""`mooring run` with the trainer of `tests/integration` as a process, for tests: signal it, kill its agent, read it."""
+"""`keepstep run` with the trainer of `tests/integration` as a process, for tests: signal it, kill its agent, read."""
 
 import os
 import signal
@@ -43,7 +43,7 @@ class RunProcess:
         defaults: dict[str, object] = {"STEPS": 100_000, "EVERY": 0, "SAVE_BYTES": 100_000, "STEP_SECONDS": 0.02}
         variables = {name: str(value) for name, value in (defaults | dict(trainer or {})).items()}
         self._environment = {**os.environ, **(environment or {}), **variables, "STEP_LOG": str(self._step_log)}
-        self._command = [*prefix, sys.executable, "-m", "mooring_agent", "run"]
+        self._command = [*prefix, sys.executable, "-m", "keepstep_agent", "run"]
         self._command += ["--to", destination, "--volume", str(volume)]
         self._command += ["--log-format=json", *(f"--{name.replace('_', '-')}={settings[name]}" for name in settings)]
         self._command += [f"--restore={restore}", *(["--autoload"] if autoload else []), "--", *command]
@@ -82,7 +82,7 @@ class RunProcess:
 
     def agent_pid(self) -> int | None:
         """None while there is none."""
-        return next((pid for pid, line in self.children().items() if " mooring_agent agent " in line), None)
+        return next((pid for pid, line in self.children().items() if " keepstep_agent agent " in line), None)
 
     def kill_agent(self) -> None:
         """SIGKILL, and wait for the next one."""

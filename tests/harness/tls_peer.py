@@ -12,9 +12,9 @@ import pytest
 import uvloop
 from tests.servers.tls import Certificate
 
-from mooring_agent.adapters.transfer.tls_connector import open_tls_connection
-from mooring_agent.adapters.transfer.tls_transport import TlsTransport
-from mooring_agent.core.settings.values import MIB
+from keepstep_agent.adapters.transfer.tls_connector import open_tls_connection
+from keepstep_agent.adapters.transfer.tls_transport import TlsTransport
+from keepstep_agent.core.settings.values import MIB
 
 WAIT_SECONDS = 60.0
 MORE_THAN_THE_KERNEL_HOLDS = 24 * MIB

@@ -5,12 +5,12 @@ import sys
 from pathlib import Path
 from typing import Self
 
-from mooring_api.names import RANKS_DIRECTORY, STATE_DIRECTORY
+from keepstep_api.names import RANKS_DIRECTORY, STATE_DIRECTORY
 
 _PROGRAM = """
 import sys
 from pathlib import Path
-from mooring.agent_client.liveness import hold_liveness_lock
+from keepstep.agent_client.liveness import hold_liveness_lock
 assert hold_liveness_lock(Path(sys.argv[1]))
 print("alive", flush=True)
 sys.stdin.read()

@@ -190,14 +190,14 @@ def warm_python(*modules: str) -> WarmPython:
     return WarmPython.importing(modules)
 
 
-def warm_mooring() -> WarmPython:
-    """Return the one for `-m mooring_agent`: the agent, and the command line."""
+def warm_keepstep() -> WarmPython:
+    """Return the one for `-m keepstep_agent`: the agent, and the command line."""
     return warm_python(
-        "mooring_agent.cli.agent",
-        "mooring_agent.cli.destination.checkpoints",
-        "mooring_agent.cli.restore",
-        "mooring_agent.adapters.s3.store",
-        "mooring_agent.runtime.process.app",
+        "keepstep_agent.cli.agent",
+        "keepstep_agent.cli.destination.checkpoints",
+        "keepstep_agent.cli.restore",
+        "keepstep_agent.adapters.s3.store",
+        "keepstep_agent.runtime.process.app",
     )
 
 
@@ -206,13 +206,13 @@ def warm_torchrun(*libraries: str) -> WarmPython:
     return warm_python("torch.distributed.run", *libraries)
 
 
-def mooring(
+def keepstep(
     *arguments: object, directory: Path | None = None, **environment: str
 ) -> "subprocess.CompletedProcess[str]":
     """Run the command line with `environment` besides this process's own."""
-    words = ["-m", "mooring_agent", *map(str, arguments)]
+    words = ["-m", "keepstep_agent", *map(str, arguments)]
     there = {**os.environ, **environment}
-    return warm_mooring().run(words, environment=there, timeout_seconds=_COMMAND_SECONDS, directory=directory)
+    return warm_keepstep().run(words, environment=there, timeout_seconds=_COMMAND_SECONDS, directory=directory)
 
 
 def starts_alike(environment: Mapping[str, str]) -> bool:

@@ -15,7 +15,7 @@ from tests.harness.agent_process import wait_until
 from tests.servers.process import free_port
 from tests.servers.tls import make_certificate
 
-IMAGE: Final = "registry.example/mooring:1"
+IMAGE: Final = "registry.example/keepstep:1"
 _START_SECONDS: Final = 60.0
 _END_SECONDS: Final = 60.0
 
@@ -29,7 +29,7 @@ class WebhookProcess:
         folder: Path,
         *arguments: str,
         launcher: Sequence[str] = (),
-        module: str = "mooring_agent",
+        module: str = "keepstep_agent",
         host: str = "127.0.0.1",
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -160,7 +160,7 @@ def training_pod(**annotations: str) -> dict[str, Any]:
         "kind": "Pod",
         "metadata": {
             "generateName": "train-",
-            "annotations": {f"mooring.dev/{name}": text for name, text in asked.items()},
+            "annotations": {f"keepstep.dev/{name}": text for name, text in asked.items()},
         },
         "spec": {"restartPolicy": "Never", "containers": [{"name": "trainer", "image": "registry.example/train:1"}]},
     }

@@ -96,7 +96,7 @@ def main() -> None:
     logging.disable(logging.CRITICAL)
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
     print(f"seed {arguments.seed}", flush=True)
-    with tempfile.TemporaryDirectory(prefix="mooring-hostile-") as folder:
+    with tempfile.TemporaryDirectory(prefix="keepstep-hostile-") as folder:
         print(attack_agent(Path(folder) / "agent", count=arguments.requests, seed=arguments.seed), flush=True)
         print(attack_starts(Path(folder) / "starts", rounds=arguments.starts, seed=arguments.seed), flush=True)
         print(attack_objects(Path(folder) / "objects", rounds=arguments.objects, seed=arguments.seed), flush=True)

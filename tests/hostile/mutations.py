@@ -6,7 +6,7 @@ import random
 from typing import Any, Final
 from zlib import crc32
 
-from mooring_agent.adapters.checksum import crc64nvme
+from keepstep_agent.adapters.checksum import crc64nvme
 
 NUMBERS: Final = (0, 1, -1, 2**31, 2**32 - 1, 2**53, 2**63, 2**64, 10**20, 10**9, 0.5, -0.0, 1e308)
 TEXTS: Final = (
@@ -15,7 +15,7 @@ TEXTS: Final = (
     "../up",
     "/etc/passwd",
     "a/../b",
-    ".mooring/x",
+    ".keepstep/x",
     "a\x00b",
     "\x1b[2J\x1b]0;owned\x07",
     "\u202egnp",
@@ -48,7 +48,7 @@ _HOLE: Final = "\ue000hole\ue000"
 
 
 def mutated_object(body: bytes, generator: random.Random, *, sealed: bool = True) -> bytes:
-    """`body` is one of Mooring's small objects. Half of what comes back has the checksum that its form wants.
+    """`body` is one of Keepstep's small objects. Half of what comes back has the checksum that its form wants.
 
     `sealed`: whether its form has one.
     """

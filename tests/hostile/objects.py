@@ -1,7 +1,7 @@
 """Hostile objects in a real destination, read by restore, ls, verify, prune, du, and by another agent's commit.
 
 Each round damages the newest of two checkpoints in one way and looks; or the manifest that another pod has written of a
-save that is being committed; or the record of a checkpoint on a volume. Invariants: no exception but Mooring's own; no
+save that is being committed; or the record of a checkpoint on a volume. Invariants: no exception but Keepstep's own; no
 round takes longer than the bound; what is restored is the newer one, byte for byte, or the older one, byte for byte.
 """
 
@@ -16,29 +16,29 @@ from typing import Final
 from tests.hostile.mutations import mutated_bytes, mutated_object, naming
 from tests.restore.stored_checkpoints import store_checkpoint, store_packed_checkpoint
 
-from mooring.checkpoints.records import read_records
-from mooring_agent.adapters.open_store import open_store
-from mooring_agent.adapters.records import unannounced
-from mooring_agent.adapters.retrying_store import RetryingStore
-from mooring_agent.catalog.deep_check import check
-from mooring_agent.catalog.markers import list_committed, read_marker
-from mooring_agent.catalog.pruning import prune
-from mooring_agent.catalog.usage import storage_use
-from mooring_agent.core.agent.commands import Commit, Turn
-from mooring_agent.core.agent.events import Committed
-from mooring_agent.core.agent.work import Operation, WorkId
-from mooring_agent.core.errors import ErrorKind, MooringError
-from mooring_agent.core.limits import MANIFEST_BYTES
-from mooring_agent.core.policies.restore_choice import Pin, encode_pin
-from mooring_agent.core.policies.storage_use import AgeLimits
-from mooring_agent.core.settings.values import RetentionSettings, StoreSettings
-from mooring_agent.core.stored.manifest import decode_manifest
-from mooring_agent.core.stored.object_layout import manifest_key, marker_key, pack_key, pin_key
-from mooring_agent.ports import StoreWriter
-from mooring_agent.restore.init_step import Restored, restore
-from mooring_agent.runtime.process.app import SystemClock
-from mooring_agent.runtime.work.committer import Committer
-from mooring_api.names import CHECKPOINT_DIRECTORY, RECORDS_DIRECTORY, STATE_DIRECTORY
+from keepstep.checkpoints.records import read_records
+from keepstep_agent.adapters.open_store import open_store
+from keepstep_agent.adapters.records import unannounced
+from keepstep_agent.adapters.retrying_store import RetryingStore
+from keepstep_agent.catalog.deep_check import check
+from keepstep_agent.catalog.markers import list_committed, read_marker
+from keepstep_agent.catalog.pruning import prune
+from keepstep_agent.catalog.usage import storage_use
+from keepstep_agent.core.agent.commands import Commit, Turn
+from keepstep_agent.core.agent.events import Committed
+from keepstep_agent.core.agent.work import Operation, WorkId
+from keepstep_agent.core.errors import ErrorKind, KeepstepError
+from keepstep_agent.core.limits import MANIFEST_BYTES
+from keepstep_agent.core.policies.restore_choice import Pin, encode_pin
+from keepstep_agent.core.policies.storage_use import AgeLimits
+from keepstep_agent.core.settings.values import RetentionSettings, StoreSettings
+from keepstep_agent.core.stored.manifest import decode_manifest
+from keepstep_agent.core.stored.object_layout import manifest_key, marker_key, pack_key, pin_key
+from keepstep_agent.ports import StoreWriter
+from keepstep_agent.restore.init_step import Restored, restore
+from keepstep_agent.runtime.process.app import SystemClock
+from keepstep_agent.runtime.work.committer import Committer
+from keepstep_api.names import CHECKPOINT_DIRECTORY, RECORDS_DIRECTORY, STATE_DIRECTORY
 
 HANG_SECONDS: Final = 60.0
 """Of one round. It finds what never ends and judges no machine: a round takes hundredths of a second."""
@@ -142,32 +142,32 @@ class Destination:
             marker.write_bytes(kept_marker)
             (self._root / marker_key(self._half)).unlink(missing_ok=True)
             shutil.rmtree(self._volume, ignore_errors=True)
-            shutil.rmtree(self._root / ".mooring" / "damaged", ignore_errors=True)
+            shutil.rmtree(self._root / ".keepstep" / "damaged", ignore_errors=True)
         found.rounds += 1
 
     async def _look(self, store: StoreWriter, found: Found, *, with_pin: bool, seed: int) -> None:
         for committed in await list_committed(store):
             try:
                 await read_marker(store, committed)
-            except MooringError as error:
+            except KeepstepError as error:
                 if error.kind not in (ErrorKind.CHECKPOINT_CORRUPT, ErrorKind.FORMAT_UNKNOWN):
                     raise
             try:
                 await check(store, committed)
-            except MooringError as error:
+            except KeepstepError as error:
                 if error.kind is not ErrorKind.FORMAT_UNKNOWN:
                     raise
         retention = RetentionSettings(keep_last=1)
         try:
             await prune(store, retention, now=_NOW, dry_run=True)
-        except MooringError:
+        except KeepstepError:
             if not with_pin:
                 raise
         ages = AgeLimits(now=_NOW, abandoned_after_seconds=0, orphan_age_seconds=0)
         assert len((await storage_use(store, ages, every_kind=True)).runs) == 1, seed
         try:
             restored = await self._restore(store, self._volume, attempt=_ATTEMPT if with_pin else "")
-        except MooringError as error:
+        except KeepstepError as error:
             # A pin that cannot be read decides nothing, and nobody may decide instead of it.
             if not with_pin or error.kind is not ErrorKind.CHECKPOINT_CORRUPT:
                 raise
@@ -184,7 +184,7 @@ class Destination:
         """As the pod does whose part is there; what it commits can be read."""
         try:
             outcome = await Committer(SystemClock()).commit(store, self._commit)
-        except MooringError:
+        except KeepstepError:
             found.refused += 1
             return
         if isinstance(outcome, Committed):

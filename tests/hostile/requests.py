@@ -19,8 +19,8 @@ from google.protobuf.message_factory import GetMessageClass
 from tests.harness.agent_process import AgentProcess
 from tests.hostile.mutations import TEXTS
 
-from mooring_api.names import socket_address
-from mooring_api.v1 import agent_pb2
+from keepstep_api.names import socket_address
+from keepstep_api.v1 import agent_pb2
 
 _BATCH: Final = 250
 _CALL_SECONDS: Final = 1.0
@@ -81,7 +81,7 @@ def attack(agent: AgentProcess, paths: list[Path], *, requests: int, seed: int) 
     answers = Answers()
     process = psutil.Process(agent.process.pid)
     generator = random.Random(seed)
-    texts = [str(path) for path in paths] + ["/", str(agent.volume), f"{agent.volume}/.mooring", "/proc/self/mem"]
+    texts = [str(path) for path in paths] + ["/", str(agent.volume), f"{agent.volume}/.keepstep", "/proc/self/mem"]
     with grpc.insecure_channel(socket_address(agent.socket), options=_OPTIONS) as channel:
         calls = {method.name: _call(channel, method) for method in _METHODS.methods}
         while answers.requests < requests:

@@ -12,11 +12,11 @@ from tests.hostile import requests
 from tests.hostile.__main__ import attack_agent, attack_objects, attack_starts
 from tests.hostile.mutations import mutated_object
 
-from mooring_agent.core.errors import RequestError
-from mooring_agent.core.limits import REQUEST_NUMBERS, REQUEST_TEXTS
-from mooring_agent.core.policies.restore_choice import Pin, encode_pin
-from mooring_agent.core.stored import checked_json
-from mooring_agent.runtime.api.errors import check_request
+from keepstep_agent.core.errors import RequestError
+from keepstep_agent.core.limits import REQUEST_NUMBERS, REQUEST_TEXTS
+from keepstep_agent.core.policies.restore_choice import Pin, encode_pin
+from keepstep_agent.core.stored import checked_json
+from keepstep_agent.runtime.api.errors import check_request
 
 # It ends a start that hangs, and judges no machine: rounds are bounded one by one, by the processor's time.
 pytestmark = pytest.mark.timeout(900)
@@ -62,7 +62,7 @@ def _fields_beyond(request: Message) -> set[str]:
 
 
 def test_half_of_the_objects_have_the_checksum_that_their_form_wants() -> None:
-    body = encode_pin(Pin(attempt="job-1", step=7, save="save", marker=".mooring/commits/999999999992.save.json"))
+    body = encode_pin(Pin(attempt="job-1", step=7, save="save", marker=".keepstep/commits/999999999992.save.json"))
     generator = random.Random(1)
     sealed = 0
     for _ in range(400):

@@ -1,7 +1,7 @@
 """Hostile journals and staged descriptors, read by an agent's start: replay, the look at what is pinned, first events.
 
 Each round damages one of them in one way, or writes it as somebody does who knows the form. Invariants: nothing is
-raised but Mooring's own; no round takes longer than the bound; a checkpoint that is soundly pinned and described is
+raised but Keepstep's own; no round takes longer than the bound; a checkpoint that is soundly pinned and described is
 known afterwards.
 """
 
@@ -23,20 +23,27 @@ from tests.harness.agent_process import write_checkpoint
 from tests.hostile.mutations import mutated_bytes, mutated_object
 from tests.hostile.objects import WORK_SECONDS
 
-from mooring_agent.adapters.journal import SqliteJournal, open_journal
-from mooring_agent.adapters.volume.disk import Reserve
-from mooring_agent.adapters.volume.staging_area import LocalStagingArea
-from mooring_agent.core.agent.commands import Stage
-from mooring_agent.core.agent.events import Announced, DurableEvent, RankRegistered, Started, TerminationNoticed, Ticked
-from mooring_agent.core.agent.reducer import advance
-from mooring_agent.core.agent.work import Operation, WorkId
-from mooring_agent.core.model import Kind, Phase, SaveInfo
-from mooring_agent.runtime.engine.event_codec import encode_event
-from mooring_agent.runtime.engine.journaling import recover
-from mooring_agent.runtime.engine.status import describe
-from mooring_agent.runtime.process.app import SystemClock
-from mooring_agent.runtime.work.transfers import stage
-from mooring_api.names import JOURNAL, STAGED_DIRECTORY, STATE_DIRECTORY
+from keepstep_agent.adapters.journal import SqliteJournal, open_journal
+from keepstep_agent.adapters.volume.disk import Reserve
+from keepstep_agent.adapters.volume.staging_area import LocalStagingArea
+from keepstep_agent.core.agent.commands import Stage
+from keepstep_agent.core.agent.events import (
+    Announced,
+    DurableEvent,
+    RankRegistered,
+    Started,
+    TerminationNoticed,
+    Ticked,
+)
+from keepstep_agent.core.agent.reducer import advance
+from keepstep_agent.core.agent.work import Operation, WorkId
+from keepstep_agent.core.model import Kind, Phase, SaveInfo
+from keepstep_agent.runtime.engine.event_codec import encode_event
+from keepstep_agent.runtime.engine.journaling import recover
+from keepstep_agent.runtime.engine.status import describe
+from keepstep_agent.runtime.process.app import SystemClock
+from keepstep_agent.runtime.work.transfers import stage
+from keepstep_api.names import JOURNAL, STAGED_DIRECTORY, STATE_DIRECTORY
 
 _RECORD: Final = "record"
 _FILE: Final = "file"

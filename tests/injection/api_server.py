@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from decimal import Decimal
 from typing import Any, Final
 
-from mooring_agent.core.injection.pod import parse_quantity
+from keepstep_agent.core.injection.pod import parse_quantity
 
 _TOKEN_PATH: Final = "/var/run/secrets/kubernetes.io/serviceaccount"
 _TOKEN_VOLUME: Final = "kube-api-access-x7k2p"

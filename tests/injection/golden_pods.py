@@ -13,15 +13,15 @@ from typing import Any, Final
 
 import yaml
 
-from mooring_agent import __version__
-from mooring_agent.core.injection.annotations import read_annotations
-from mooring_agent.core.injection.mutation import mutate
-from mooring_agent.core.injection.spec import Injection, InjectionDefaults, Mutation, Refusal, Skip
+from keepstep_agent import __version__
+from keepstep_agent.core.injection.annotations import read_annotations
+from keepstep_agent.core.injection.mutation import mutate
+from keepstep_agent.core.injection.spec import Injection, InjectionDefaults, Mutation, Refusal, Skip
 
 FOLDER: Final = Path(__file__).parent / "golden"
 _BASE: Final = "simple-job-pod"
 _MADE: Final = "--- # Made by `python -m tests.injection.golden`.\n"
-IMAGE: Final = "example.com/mooring:1"
+IMAGE: Final = "example.com/keepstep:1"
 KUBERNETES: Final = tuple(f"1.{minor}" for minor in range(29, 38))
 
 
@@ -133,12 +133,12 @@ def _named(value: Any) -> Any:
 
 
 def _operations(outcome: Mutation) -> list[dict[str, Any]]:
-    """A new version of Mooring is no change of the outcome."""
+    """A new version of Keepstep is no change of the outcome."""
     return [_without_version(operation) for operation in outcome.patch]
 
 
 def _without_version(operation: dict[str, Any]) -> dict[str, Any]:
-    if operation["path"] == "/metadata/annotations/mooring.dev~1injected":
+    if operation["path"] == "/metadata/annotations/keepstep.dev~1injected":
         return {**operation, "value": operation["value"].replace(__version__, "VERSION")}
     return operation
 

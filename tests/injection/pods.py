@@ -4,7 +4,7 @@ from typing import Any, Final
 
 from hypothesis import strategies as st
 
-PREFIX: Final = "mooring.dev/"
+PREFIX: Final = "keepstep.dev/"
 
 _NAMES: Final = st.from_regex(r"[a-z]([-a-z0-9]{0,8}[a-z0-9])?", fullmatch=True)
 _TEXTS: Final = st.text(max_size=12)
@@ -14,10 +14,10 @@ _PATHS: Final = st.sampled_from(
         "/data/",
         "/out",
         "/out/checkpoints",
-        "/mooring",
-        "/mooring/logs",
+        "/keepstep",
+        "/keepstep/logs",
         "/run",
-        "/run/mooring",
+        "/run/keepstep",
         "/tmp",
         "/workspace",
     ]
@@ -34,11 +34,13 @@ _SOURCES: Final = st.sampled_from(
 _VARIABLE_NAMES: Final = st.sampled_from(
     [
         *("HOME", "PATH", "PYTHONPATH", "TMPDIR", "RANK", "WORLD_SIZE", "PET_NODE_RANK", "NCCL_DEBUG"),
-        *("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "GRPC_ENABLE_FORK_SUPPORT", "MOORING_AUTOLOAD", "MOORING_ATTEMPT"),
+        *("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "GRPC_ENABLE_FORK_SUPPORT", "KEEPSTEP_AUTOLOAD", "KEEPSTEP_ATTEMPT"),
         *("AWS_ROLE_ARN", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_REGION"),
     ]
 )
-_VALUES: Final = st.one_of(_TEXTS, st.sampled_from(["/lib:/more", "$(HOME)/x", "$(MOORING_VOLUME)", "/data/token", ""]))
+_VALUES: Final = st.one_of(
+    _TEXTS, st.sampled_from(["/lib:/more", "$(HOME)/x", "$(KEEPSTEP_VOLUME)", "/data/token", ""])
+)
 VOLUME_KINDS: Final[Any] = st.sampled_from(
     [
         # An emptyDir, as the API server has it.
@@ -123,7 +125,9 @@ def _containers(draw: st.DrawFn, name: str, volumes: list[str]) -> dict[str, Any
 
 _ANNOTATIONS: Final = _optional(
     **{
-        PREFIX + "checkpoint-directory": st.sampled_from(["/out/checkpoints", "/data", "/mooring/x", "/workspace/a/b"]),
+        PREFIX + "checkpoint-directory": st.sampled_from(
+            ["/out/checkpoints", "/data", "/keepstep/x", "/workspace/a/b"]
+        ),
         PREFIX + "output": st.sampled_from(["/out", "/workspace/logs", "/a/b:/logs", "/runs/checkpoints", "/data/x"]),
         PREFIX + "watch": st.sampled_from(["true", "off"]),
         PREFIX + "credentials": st.just("secret"),

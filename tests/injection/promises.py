@@ -2,8 +2,8 @@
 
 from typing import Any, Final
 
-from mooring_agent.core.injection.pod import parse_quantity
-from mooring_api.names import (
+from keepstep_agent.core.injection.pod import parse_quantity
+from keepstep_api.names import (
     ANNOTATION_INJECTED,
     CREDENTIALS_VOLUME,
     DESTINATION_VOLUME,
@@ -11,7 +11,7 @@ from mooring_api.names import (
     STATE_VOLUME,
 )
 
-OURS: Final = ("mooring-restore", "mooring-agent")
+OURS: Final = ("keepstep-restore", "keepstep-agent")
 _ADDED_TO_LISTS: Final = ("env", "volumeMounts", "volumes", "containers", "initContainers")
 
 

@@ -6,8 +6,8 @@ from typing import Any
 import jsonpatch
 from tests.injection.golden_pods import IMAGE
 
-from mooring_agent.core.injection.mutation import mutate
-from mooring_agent.core.injection.spec import Injection, InjectionDefaults, Mutation, Refusal
+from keepstep_agent.core.injection.mutation import mutate
+from keepstep_agent.core.injection.spec import Injection, InjectionDefaults, Mutation, Refusal
 
 DEFAULTS = InjectionDefaults(image=IMAGE)
 ASKED = Injection(destination="s3://bucket/run", run_as_user=1000)

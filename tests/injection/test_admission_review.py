@@ -7,11 +7,11 @@ from typing import Any
 import jsonpatch
 import pytest
 
-from mooring_agent.core.injection import admission_review
-from mooring_agent.core.injection.admission_review import Answer, Outcome, answer
-from mooring_agent.core.injection.spec import FailurePolicy, InjectionDefaults
+from keepstep_agent.core.injection import admission_review
+from keepstep_agent.core.injection.admission_review import Answer, Outcome, answer
+from keepstep_agent.core.injection.spec import FailurePolicy, InjectionDefaults
 
-DEFAULTS = InjectionDefaults(image="example.com/mooring:1")
+DEFAULTS = InjectionDefaults(image="example.com/keepstep:1")
 
 
 def review(pod: Any, **request: Any) -> dict[str, Any]:
@@ -23,7 +23,7 @@ def review(pod: Any, **request: Any) -> dict[str, Any]:
 
 
 def pod(**annotations: str) -> dict[str, Any]:
-    said = {f"mooring.dev/{name}": text for name, text in annotations.items()}
+    said = {f"keepstep.dev/{name}": text for name, text in annotations.items()}
     containers = [{"name": "train", "image": "example.com/train:1"}]
     metadata = {"generateName": "train-", "annotations": said}
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": {"containers": containers}}
@@ -54,7 +54,7 @@ def test_a_pod_that_asks_gets_its_patch_and_warnings(policy: FailurePolicy) -> N
     assert (response["uid"], response["allowed"]) == ("u-1", True)
     assert {operation["op"] for operation in patch(response)} == {"add"}
     (warning,) = response["warnings"]
-    assert warning.startswith("mooring: the trainer's user is unknown")
+    assert warning.startswith("keepstep: the trainer's user is unknown")
     assert found.fields["namespace"] == "team"
     assert found.fields["pod"] == "train-"
 
@@ -68,8 +68,8 @@ def test_under_fail_a_pod_that_cannot_be_injected_is_refused_with_every_reason()
         "status": {
             "code": 422,
             "reason": "Invalid",
-            "message": "mooring cannot be injected: there is no annotation mooring.dev/keep_last: "
-            "did you mean mooring.dev/keep-last?; mooring.dev/destination: 'bucket' is not a destination: "
+            "message": "keepstep cannot be injected: there is no annotation keepstep.dev/keep_last: "
+            "did you mean keepstep.dev/keep-last?; keepstep.dev/destination: 'bucket' is not a destination: "
             "write s3://bucket/prefix or pvc://claim/path",
         },
     }
@@ -79,10 +79,10 @@ def test_under_ignore_it_runs_without_and_says_so_on_itself_and_to_its_author() 
     found, response = answered(review(BAD), FailurePolicy.IGNORE)
     assert found.outcome is Outcome.LET_THROUGH
     assert response["allowed"] is True
-    assert all(warning.startswith("mooring: this pod runs without Mooring: ") for warning in response["warnings"])
+    assert all(warning.startswith("keepstep: this pod runs without Keepstep: ") for warning in response["warnings"])
     assert len(response["warnings"]) == 2
     (operation,) = patch(response)
-    assert operation["path"] == "/metadata/annotations/mooring.dev~1skipped"
+    assert operation["path"] == "/metadata/annotations/keepstep.dev~1skipped"
     assert "'bucket' is not a destination" in operation["value"]
 
 
@@ -101,9 +101,9 @@ def test_a_pod_that_was_switched_off_is_left_alone_without_a_word() -> None:
 def test_a_pod_that_forgot_to_ask_is_warned_and_marked() -> None:
     found, response = answered(review(pod(destination="s3://bucket/run")))
     assert found.outcome is Outcome.SKIPPED
-    assert "nothing is injected without mooring.dev/inject" in response["warnings"][0]
+    assert "nothing is injected without keepstep.dev/inject" in response["warnings"][0]
     (operation,) = patch(response)
-    assert operation["path"] == "/metadata/annotations/mooring.dev~1skipped"
+    assert operation["path"] == "/metadata/annotations/keepstep.dev~1skipped"
 
 
 def test_a_pod_that_has_everything_gets_no_patch() -> None:
@@ -140,5 +140,5 @@ def test_a_mistake_of_our_own_is_answered_by_the_policy_and_told_to_the_log(
     assert found.outcome is Outcome.FAILED
     assert response["allowed"] is allowed
     said = response["warnings"][0] if allowed else response["status"]["message"]
-    assert "a bug in Mooring, ZeroDivisionError: here" in said
+    assert "a bug in Keepstep, ZeroDivisionError: here" in said
     assert "in broken" in found.fields["traceback"]

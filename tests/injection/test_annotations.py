@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from tests.pages.annotations_page import annotations_page
 
-from mooring_agent.core.injection.annotations import default_problems, read_annotations
-from mooring_agent.core.injection.spec import (
+from keepstep_agent.core.injection.annotations import default_problems, read_annotations
+from keepstep_agent.core.injection.spec import (
     CaBundle,
     CaSource,
     Claim,
@@ -17,12 +17,12 @@ from mooring_agent.core.injection.spec import (
 )
 
 ROOT = Path(__file__).parents[2]
-DEFAULTS = InjectionDefaults(image="example.com/mooring:1")
-LEAST = {"mooring.dev/inject": "true", "mooring.dev/destination": "s3://bucket/run"}
+DEFAULTS = InjectionDefaults(image="example.com/keepstep:1")
+LEAST = {"keepstep.dev/inject": "true", "keepstep.dev/destination": "s3://bucket/run"}
 
 
 def said(texts: dict[str, str]) -> dict[str, str]:
-    return LEAST | {f"mooring.dev/{name.replace('_', '-')}": text for name, text in texts.items()}
+    return LEAST | {f"keepstep.dev/{name.replace('_', '-')}": text for name, text in texts.items()}
 
 
 def injection(defaults: InjectionDefaults = DEFAULTS, /, **texts: str) -> Injection:
@@ -82,8 +82,8 @@ def test_what_a_user_says_is_read() -> None:
         run_as_user=1000,
         attempt="one",
         settings={
-            "MOORING_BANDWIDTH_BYTES_PER_SECOND": "200MB",
-            "MOORING_KEEP_LAST": "3",
+            "KEEPSTEP_BANDWIDTH_BYTES_PER_SECOND": "200MB",
+            "KEEPSTEP_KEEP_LAST": "3",
         },
     )
 
@@ -93,9 +93,9 @@ def test_what_a_user_says_is_read() -> None:
     [
         ("s3://bucket", "s3://bucket", None),
         ("s3://bucket/a/b/", "s3://bucket/a/b/", None),
-        ("pvc://claim", "file:///mooring-destination/claim", Claim(name="claim")),
-        ("pvc://claim/", "file:///mooring-destination/claim", Claim(name="claim")),
-        ("pvc://claim/a//b/", "file:///mooring-destination/claim/a/b", Claim(name="claim", path="a/b")),
+        ("pvc://claim", "file:///keepstep-destination/claim", Claim(name="claim")),
+        ("pvc://claim/", "file:///keepstep-destination/claim", Claim(name="claim")),
+        ("pvc://claim/a//b/", "file:///keepstep-destination/claim/a/b", Claim(name="claim", path="a/b")),
     ],
 )
 def test_a_destination_is_a_bucket_or_a_claim(text: str, destination: str, claim: Claim | None) -> None:
@@ -121,26 +121,26 @@ def test_a_destination_is_a_bucket_or_a_claim(text: str, destination: str, claim
         ("checkpoint-directory", "out", "'out' is not a directory in the trainer"),
         ("checkpoint-directory", "/", "'/' is not a directory in the trainer"),
         ("checkpoint-directory", "/out/../etc", "is not a directory in the trainer"),
-        ("checkpoint-directory", "/run", "'/run' collides with /run/mooring: choose another directory"),
+        ("checkpoint-directory", "/run", "'/run' collides with /run/keepstep: choose another directory"),
         ("checkpoint-directory", "/proc/self", "collides with /proc"),
-        ("checkpoint-directory", "/mooring-state/x", "collides with /mooring-state"),
+        ("checkpoint-directory", "/keepstep-state/x", "collides with /keepstep-state"),
         ("checkpoint-directory", "/out/$(RUN)", "write an absolute path without .., : or $("),
-        ("checkpoint-directory", "/mooring/.mooring", "'.mooring/file' lies in the reserved folder .mooring"),
+        ("checkpoint-directory", "/keepstep/.keepstep", "'.keepstep/file' lies in the reserved folder .keepstep"),
         ("output", "", "'' is not a directory in the trainer"),
         ("output", "out", "'out' is not a directory in the trainer"),
         ("output", "/", "'/' is not a directory in the trainer"),
         ("output", "/out:", "'' is not a directory in the trainer"),
         ("output", "/out/../etc", "is not a directory in the trainer"),
         ("output", "/out,/logs", "'/out,/logs' has a comma: separate directories with colons"),
-        ("output", "/out/.mooring", "'.mooring/file' lies in the reserved folder .mooring"),
-        ("output", "/run/mooring/x", "'/run/mooring/x' collides with /run/mooring"),
+        ("output", "/out/.keepstep", "'.keepstep/file' lies in the reserved folder .keepstep"),
+        ("output", "/run/keepstep/x", "'/run/keepstep/x' collides with /run/keepstep"),
         ("output", f"/{'ü' * 128}", "has a name of more than 255 bytes"),
         ("output", "/a\x7f", "has a control character"),
         ("output", "/a/out:/b/out", "/a/out and /b/out have the same last name"),
         ("output", "/a/out:/a", "/a/out lies in /a: give only /a"),
         ("output", "/a:/a/out", "/a/out lies in /a: give only /a"),
         ("output", ":".join(f"/out/{number}" for number in range(17)), "17 directories are too many"),
-        ("watch", "/out", "'/out' is neither true nor off: name directories in mooring.dev/output"),
+        ("watch", "/out", "'/out' is neither true nor off: name directories in keepstep.dev/output"),
         ("size-limit", "-1Gi", "'-1Gi' is less than a byte"),
         ("size-limit", "500 GB", "'500 GB' is not a quantity"),
         ("medium", "ssd", "'ssd' is neither memory nor disk"),
@@ -163,7 +163,7 @@ def test_a_destination_is_a_bucket_or_a_claim(text: str, destination: str, claim
 )
 def test_a_value_that_cannot_be_is_refused_with_what_to_write(name: str, text: str, problem: str) -> None:
     (found,) = problems(DEFAULTS, **{name: text})
-    assert found.startswith(f"mooring.dev/{name}: ")
+    assert found.startswith(f"keepstep.dev/{name}: ")
     assert problem in found
 
 
@@ -176,44 +176,44 @@ def test_settings_that_cannot_be_together_are_refused_as_the_agent_would() -> No
 @pytest.mark.parametrize(
     ("name", "hint"),
     [
-        ("destinaton", "did you mean mooring.dev/destination?"),
-        ("keep-lasts", "did you mean mooring.dev/keep-last?"),
-        ("Inject", "did you mean mooring.dev/inject?"),
+        ("destinaton", "did you mean keepstep.dev/destination?"),
+        ("keep-lasts", "did you mean keepstep.dev/keep-last?"),
+        ("Inject", "did you mean keepstep.dev/inject?"),
         ("world-size", "see docs/annotations.md"),
         ("volume", "see docs/annotations.md"),
         ("qqq", "see docs/annotations.md"),
     ],
 )
 def test_an_unknown_annotation_is_refused_with_the_nearest_right_name(name: str, hint: str) -> None:
-    assert problems(DEFAULTS, **{name: "x"}) == (f"there is no annotation mooring.dev/{name}: {hint}",)
+    assert problems(DEFAULTS, **{name: "x"}) == (f"there is no annotation keepstep.dev/{name}: {hint}",)
 
 
 def test_a_flood_of_annotations_is_answered_with_a_few_words() -> None:
     """All that users send goes through one webhook: nobody may keep it from the others."""
-    found = read_annotations(LEAST | {f"mooring.dev/x{number}": "1" for number in range(20_000)}, DEFAULTS)
+    found = read_annotations(LEAST | {f"keepstep.dev/x{number}": "1" for number in range(20_000)}, DEFAULTS)
     assert isinstance(found, Refusal)
     assert len(found.problems) == 10
 
 
 def test_a_destination_that_is_missing_is_said() -> None:
-    found = read_annotations({"mooring.dev/inject": "true"}, DEFAULTS)
+    found = read_annotations({"keepstep.dev/inject": "true"}, DEFAULTS)
     assert isinstance(found, Refusal)
-    assert found.problems == ("mooring.dev/destination is missing: set it to s3://bucket/prefix or pvc://claim/path",)
+    assert found.problems == ("keepstep.dev/destination is missing: set it to s3://bucket/prefix or pvc://claim/path",)
 
 
 @pytest.mark.parametrize(
     ("annotations", "reason", "warning"),
     [
-        ({}, "the pod has no annotation mooring.dev/inject", False),
+        ({}, "the pod has no annotation keepstep.dev/inject", False),
         (
-            {"example.com/x": "1", "mooring.dev/injected": "0.1.0 abc"},
-            "the pod has no annotation mooring.dev/inject",
+            {"example.com/x": "1", "keepstep.dev/injected": "0.1.0 abc"},
+            "the pod has no annotation keepstep.dev/inject",
             False,
         ),
-        ({"mooring.dev/inject": "false", "mooring.dev/zzz": "1"}, "mooring.dev/inject is false", False),
+        ({"keepstep.dev/inject": "false", "keepstep.dev/zzz": "1"}, "keepstep.dev/inject is false", False),
         (
-            {"mooring.dev/keep-last": "3"},
-            'the pod has mooring.dev/keep-last, and nothing is injected without mooring.dev/inject: "true"',
+            {"keepstep.dev/keep-last": "3"},
+            'the pod has keepstep.dev/keep-last, and nothing is injected without keepstep.dev/inject: "true"',
             True,
         ),
         (
@@ -229,24 +229,24 @@ def test_a_pod_that_does_not_ask_is_skipped_with_the_reason(
     assert read_annotations(annotations, DEFAULTS) == Skip(reason=reason, warning=warning)
 
 
-def test_what_mooring_wrote_itself_is_no_mistake() -> None:
+def test_what_keepstep_wrote_itself_is_no_mistake() -> None:
     assert injection(injected="0.0.9 abc", skipped="was", last_committed="checkpoint-7") == injection()
 
 
 def test_the_admins_annotations_count_where_the_pod_has_none() -> None:
-    admins = {"mooring.dev/keep-last": "2", "mooring.dev/region": "eu-west-1", "mooring.dev/grace-seconds": "600"}
+    admins = {"keepstep.dev/keep-last": "2", "keepstep.dev/region": "eu-west-1", "keepstep.dev/grace-seconds": "600"}
     defaults = InjectionDefaults(image="i", annotations=admins)
     found = injection(defaults, keep_last="5")
-    assert found.settings == {"MOORING_S3_REGION": "eu-west-1", "MOORING_KEEP_LAST": "5"}
+    assert found.settings == {"KEEPSTEP_S3_REGION": "eu-west-1", "KEEPSTEP_KEEP_LAST": "5"}
     assert found.grace_seconds == 600
 
 
 def test_the_admins_own_mistakes_are_found_before_any_pod_comes() -> None:
     assert default_problems(DEFAULTS) == ()
-    wrong = {"mooring.dev/keep-lasts": "2", "mooring.dev/part-size-bytes": "1", "mooring.dev/inject": "true"}
+    wrong = {"keepstep.dev/keep-lasts": "2", "keepstep.dev/part-size-bytes": "1", "keepstep.dev/inject": "true"}
     assert default_problems(InjectionDefaults(image="i", memory="1", annotations=wrong)) == (
-        "mooring.dev/inject cannot be a default for all pods",
-        "there is no annotation mooring.dev/keep-lasts: did you mean mooring.dev/keep-last?",
-        "mooring.dev/memory: '1' is less than the 128Mi that the agent needs: write a size such as 256Mi",
+        "keepstep.dev/inject cannot be a default for all pods",
+        "there is no annotation keepstep.dev/keep-lasts: did you mean keepstep.dev/keep-last?",
+        "keepstep.dev/memory: '1' is less than the 128Mi that the agent needs: write a size such as 256Mi",
         "part_size_bytes 1 is less than S3's minimum: give 5MiB or more",
     )

@@ -13,7 +13,7 @@ from tests.injection.promises import (
     assert_nothing_of_the_users_is_lost,
 )
 
-from mooring_agent.core.injection.spec import Mutation
+from keepstep_agent.core.injection.spec import Mutation
 
 CASES = list(golden.cases())
 MUTATIONS = [(case, outcome) for case in CASES if isinstance(outcome := case.outcome(), Mutation)]

@@ -23,8 +23,8 @@ from tests.injection.small_pods import (
     without_nulls,
 )
 
-from mooring_agent.core.injection.mutation import mutate
-from mooring_agent.core.injection.spec import Injection, InjectionDefaults, Mutation
+from keepstep_agent.core.injection.mutation import mutate
+from keepstep_agent.core.injection.spec import Injection, InjectionDefaults, Mutation
 
 
 class TestTheSecondTurn:
@@ -78,40 +78,40 @@ class TestTheSecondTurn:
         once = mutated(pod())
         sized = {"requests": {"cpu": "1", "memory": "2Gi"}, "limits": {"cpu": "1", "memory": "2Gi"}}
         for one in once["spec"]["initContainers"]:
-            one |= {"image": "mirror.example.com/mooring:1", "imagePullPolicy": "Always", "resources": sized}
+            one |= {"image": "mirror.example.com/keepstep:1", "imagePullPolicy": "Always", "resources": sized}
         assert mutated(once) == once
 
-    def test_a_pod_of_an_older_mooring_gets_this_ones_image(self) -> None:
+    def test_a_pod_of_an_older_keepstep_gets_this_ones_image(self) -> None:
         """Its template was copied from a pod that lived then."""
-        old = mutated(pod(), defaults=InjectionDefaults(image="example.com/mooring:0"))
-        assert container(mutated(old), "mooring-agent")["image"] == IMAGE
+        old = mutated(pod(), defaults=InjectionDefaults(image="example.com/keepstep:0"))
+        assert container(mutated(old), "keepstep-agent")["image"] == IMAGE
 
     def test_resources_that_were_taken_away_come_back(self) -> None:
         once = mutated(pod(containers=[trainer(resources={"requests": {"cpu": "1"}})]))
         for one in once["spec"]["initContainers"]:
             one["resources"] = {}
-        assert container(mutated(once), "mooring-agent")["resources"]["limits"]["memory"] == "256Mi"
+        assert container(mutated(once), "keepstep-agent")["resources"]["limits"]["memory"] == "256Mi"
 
     def test_what_is_not_ours_to_say_is_not_taken_back(self) -> None:
         once = mutated(pod())
         once["spec"]["terminationGracePeriodSeconds"] = 3600
         twice = mutated(once)
         assert twice["spec"]["terminationGracePeriodSeconds"] == 3600
-        assert variables(twice, "mooring-agent")["MOORING_GRACE_SECONDS"] == "3600"
+        assert variables(twice, "keepstep-agent")["KEEPSTEP_GRACE_SECONDS"] == "3600"
 
     def test_a_pod_that_was_copied_from_a_living_one_gets_what_its_annotations_say_now(self) -> None:
         copied = mutated(mutated(pod()), Injection(destination="s3://bucket/other", run_as_user=1000))
         assert_ours_are_last(copied)
-        assert variables(copied, "mooring-agent")["MOORING_DESTINATION"] == "s3://bucket/other"
+        assert variables(copied, "keepstep-agent")["KEEPSTEP_DESTINATION"] == "s3://bucket/other"
 
     def test_who_writes_our_annotation_by_hand_loses_nothing(self) -> None:
         """By that alone a volume of our name would be taken for ours, and be made anew."""
-        claim = {"name": "mooring-socket", "persistentVolumeClaim": {"claimName": "precious"}}
-        before = pod(volumes=[claim], containers=[trainer(env=[{"name": "MOORING_VOLUME", "value": "/theirs"}])])
-        before["metadata"]["annotations"] = {"mooring.dev/injected": ""}
+        claim = {"name": "keepstep-socket", "persistentVolumeClaim": {"claimName": "precious"}}
+        before = pod(volumes=[claim], containers=[trainer(env=[{"name": "KEEPSTEP_VOLUME", "value": "/theirs"}])])
+        before["metadata"]["annotations"] = {"keepstep.dev/injected": ""}
         found = problems(before)
-        assert any("the pod already has mooring-socket in its volumes" in problem for problem in found)
-        assert any("the trainer sets MOORING_VOLUME '/theirs'" in problem for problem in found)
+        assert any("the pod already has keepstep-socket in its volumes" in problem for problem in found)
+        assert any("the trainer sets KEEPSTEP_VOLUME '/theirs'" in problem for problem in found)
 
 
 class TestTheTrainer:
@@ -132,7 +132,7 @@ class TestTheTrainer:
         before = pod(containers=[{"name": name, "image": "example.com/image:1"} for name in containers])
         before["metadata"]["annotations"] = {"kubectl.kubernetes.io/default-container": "main"}
         after = mutated(before)
-        assert [name for name in containers if "MOORING_VOLUME" in variables(after, name)] == [chosen]
+        assert [name for name in containers if "KEEPSTEP_VOLUME" in variables(after, name)] == [chosen]
 
     @pytest.mark.parametrize("containers", [["main", "logs"], ["node", "trainer"]])
     def test_otherwise_nobody_guesses(self, containers: list[str]) -> None:
@@ -152,17 +152,17 @@ class TestVariables:
     """Of the trainer."""
 
     def test_ours_stand_before_the_users_that_may_refer_to_them(self) -> None:
-        entry = {"name": "OUT", "value": "$(MOORING_CHECKPOINT_DIRECTORY)/x"}
+        entry = {"name": "OUT", "value": "$(KEEPSTEP_CHECKPOINT_DIRECTORY)/x"}
         entries = mutated(pod(containers=[trainer(env=[entry])]))["spec"]["containers"][0]["env"]
         assert entries[-1] == entry
-        assert [one["name"] for one in entries].index("MOORING_CHECKPOINT_DIRECTORY") < len(entries) - 1
+        assert [one["name"] for one in entries].index("KEEPSTEP_CHECKPOINT_DIRECTORY") < len(entries) - 1
 
     def test_of_two_entries_of_one_name_the_last_counts_as_it_does_for_kubelet(self) -> None:
-        twice = [{"name": "MOORING_VOLUME", "value": "/other"}, {"name": "MOORING_VOLUME", "value": "/mooring"}]
+        twice = [{"name": "KEEPSTEP_VOLUME", "value": "/other"}, {"name": "KEEPSTEP_VOLUME", "value": "/keepstep"}]
         before = pod(containers=[trainer(env=twice)])
         assert_nothing_of_the_users_is_lost(before, mutated(before))
         (problem,) = problems(pod(containers=[trainer(env=twice[::-1])]))
-        assert "MOORING_VOLUME '/other'" in problem
+        assert "KEEPSTEP_VOLUME '/other'" in problem
 
     @pytest.mark.parametrize(("grace_seconds", "timeout"), [(20, "30"), (33, "30"), (300, "295")])
     def test_torchrun_gets_the_grace_period_less_a_little_and_never_less_than_its_own(
@@ -175,7 +175,7 @@ class TestVariables:
     def test_an_empty_python_path_does_not_become_the_working_directory(self) -> None:
         asked = Injection(destination="s3://bucket/run", run_as_user=1000, autoload=True)
         before = pod(containers=[trainer(env=[{"name": "PYTHONPATH", "value": ""}])])
-        assert variables(mutated(before, asked), "train")["PYTHONPATH"] == "/mooring-autoload"
+        assert variables(mutated(before, asked), "train")["PYTHONPATH"] == "/keepstep-autoload"
 
     def test_a_python_path_that_may_come_with_others_is_asked_for(self) -> None:
         """What `env` says counts more than what `envFrom` brings, which nobody sees before the pod runs."""
@@ -186,13 +186,13 @@ class TestVariables:
         assert "if the trainer's image or envFrom has one of its own" in warning
 
     def test_a_variable_without_a_value_is_empty_text_as_it_is_for_kubelet(self) -> None:
-        after = mutated(pod(containers=[trainer(env=[{"name": "MOORING_ATTEMPT"}])]))
-        assert all({"name": "MOORING_ATTEMPT"} in container(after, name)["env"] for name in ("train", *OURS))
-        (problem,) = problems(pod(containers=[trainer(env=[{"name": "MOORING_VOLUME"}])]))
-        assert "the trainer sets MOORING_VOLUME '', and the injection would set it to /mooring" in problem
+        after = mutated(pod(containers=[trainer(env=[{"name": "KEEPSTEP_ATTEMPT"}])]))
+        assert all({"name": "KEEPSTEP_ATTEMPT"} in container(after, name)["env"] for name in ("train", *OURS))
+        (problem,) = problems(pod(containers=[trainer(env=[{"name": "KEEPSTEP_VOLUME"}])]))
+        assert "the trainer sets KEEPSTEP_VOLUME '', and the injection would set it to /keepstep" in problem
 
     def test_an_attempt_of_the_users_own_is_the_agents_too(self) -> None:
-        attempt = {"name": "MOORING_ATTEMPT", "valueFrom": {"fieldRef": {"fieldPath": "metadata.labels['start']"}}}
+        attempt = {"name": "KEEPSTEP_ATTEMPT", "valueFrom": {"fieldRef": {"fieldPath": "metadata.labels['start']"}}}
         after = mutated(pod(containers=[trainer(env=[attempt])]))
         assert all(attempt in container(after, name)["env"] for name in ("train", *OURS))
 

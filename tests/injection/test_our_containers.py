@@ -7,8 +7,8 @@ from tests.injection.golden_pods import IMAGE
 from tests.injection.promises import OURS, class_of
 from tests.injection.small_pods import ASKED, DEFAULTS, container, mutated, pod, trainer, variables
 
-from mooring_agent.core.injection.mutation import mutate
-from mooring_agent.core.injection.spec import Injection, InjectionDefaults, Mutation
+from keepstep_agent.core.injection.mutation import mutate
+from keepstep_agent.core.injection.spec import Injection, InjectionDefaults, Mutation
 
 
 class TestSecurity:
@@ -107,31 +107,31 @@ class TestResources:
     def test_what_somebody_asks_for_is_request_and_limit_in_every_class(self) -> None:
         asked = Injection(destination="s3://bucket/run", run_as_user=1000, cpu="2", memory="1Gi")
         for of_trainer in ({}, {"requests": {"cpu": "8"}}, {"limits": {"cpu": "8", "memory": "64Gi"}}):
-            found = container(mutated(pod(containers=[trainer(resources=of_trainer)]), asked), "mooring-agent")[
+            found = container(mutated(pod(containers=[trainer(resources=of_trainer)]), asked), "keepstep-agent")[
                 "resources"
             ]
             assert found["requests"] == found["limits"] == {"cpu": "2", "memory": "1Gi"}
 
     def test_what_the_admin_decided_does_not_change_a_pods_class(self) -> None:
         defaults = InjectionDefaults(image=IMAGE, cpu="1", memory="512Mi")
-        assert "resources" not in container(mutated(pod(), defaults=defaults), "mooring-agent")
+        assert "resources" not in container(mutated(pod(), defaults=defaults), "keepstep-agent")
         before = pod(containers=[trainer(resources={"requests": {"cpu": "8"}})])
-        found = container(mutated(before, defaults=defaults), "mooring-agent")["resources"]
+        found = container(mutated(before, defaults=defaults), "keepstep-agent")["resources"]
         assert found["requests"] == found["limits"] == {"cpu": "1", "memory": "512Mi"}
 
     def test_of_what_the_pod_as_a_whole_has_the_agent_takes_its_share(self) -> None:
         after = mutated(pod(resources={"limits": {"memory": "64Gi"}}))
-        assert "resources" not in container(after, "mooring-agent")
+        assert "resources" not in container(after, "keepstep-agent")
 
     def test_the_smaller_of_both_limits_is_what_the_agent_must_know(self) -> None:
         limited = trainer(resources={"limits": {"ephemeral-storage": "100G"}})
         logs = {"name": "logs", "resources": {"limits": {"ephemeral-storage": "1G"}}}
         asked = Injection(destination="s3://bucket/run", run_as_user=1000, container="train")
         after = mutated(pod(containers=[limited, logs]), asked)
-        assert variables(after, "mooring-agent")["MOORING_SIZE_LIMIT_BYTES"] == str(101 * 10**9)
+        assert variables(after, "keepstep-agent")["KEEPSTEP_SIZE_LIMIT_BYTES"] == str(101 * 10**9)
         sized = Injection(destination="s3://bucket/run", run_as_user=1000, container="train", size_limit="50G")
         after = mutated(pod(containers=[limited, logs]), sized)
-        assert variables(after, "mooring-agent")["MOORING_SIZE_LIMIT_BYTES"] == str(50 * 10**9)
+        assert variables(after, "keepstep-agent")["KEEPSTEP_SIZE_LIMIT_BYTES"] == str(50 * 10**9)
 
     @pytest.mark.parametrize(
         ("starting", "own", "limit"),
@@ -164,7 +164,7 @@ class TestResources:
         outcome = mutate(before, ASKED, DEFAULTS)
         assert isinstance(outcome, Mutation)
         after = mutated(before)
-        told = variables(after, "mooring-agent").get("MOORING_SIZE_LIMIT_BYTES")
+        told = variables(after, "keepstep-agent").get("KEEPSTEP_SIZE_LIMIT_BYTES")
         assert told == (None if limit is None else str(limit * 10**9))
         assert any("ephemeral-storage limit" in warning for warning in outcome.warnings) == (limit is not None)
         assert mutated(after) == after
@@ -172,9 +172,9 @@ class TestResources:
     def test_an_emptydir_in_memory_is_no_ephemeral_storage(self) -> None:
         limited = trainer(resources={"limits": {"ephemeral-storage": "100G"}})
         asked = Injection(destination="s3://bucket/run", run_as_user=1000, in_memory=True)
-        told = variables(mutated(pod(containers=[limited]), asked), "mooring-agent")
-        assert "MOORING_SIZE_LIMIT_BYTES" not in told
-        assert told["MOORING_EVICTION_THRESHOLD_PERCENT"] == "0"
+        told = variables(mutated(pod(containers=[limited]), asked), "keepstep-agent")
+        assert "KEEPSTEP_SIZE_LIMIT_BYTES" not in told
+        assert told["KEEPSTEP_EVICTION_THRESHOLD_PERCENT"] == "0"
 
     @pytest.mark.parametrize(
         ("trainers", "requests", "limits"),
@@ -192,17 +192,17 @@ class TestResources:
         """The kernel counts it as restore's own, and would kill it for a checkpoint beyond its limit."""
         asked = Injection(destination="s3://bucket/run", run_as_user=1000, in_memory=True)
         after = mutated(pod(containers=[trainer(resources=trainers)]), asked)
-        found = container(after, "mooring-restore")["resources"]
+        found = container(after, "keepstep-restore")["resources"]
         assert (found["requests"]["memory"], found["limits"].get("memory")) == (requests, limits)
         assert found["requests"]["cpu"] == "250m"
-        assert container(after, "mooring-agent")["resources"]["limits"]["memory"] == "256Mi"
+        assert container(after, "keepstep-agent")["resources"]["limits"]["memory"] == "256Mi"
         on_disk = mutated(pod(containers=[trainer(resources=trainers)]))
-        assert container(on_disk, "mooring-restore")["resources"]["limits"]["memory"] == "256Mi"
+        assert container(on_disk, "keepstep-restore")["resources"]["limits"]["memory"] == "256Mi"
 
     def test_a_guaranteed_pod_stays_guaranteed_with_its_checkpoints_in_a_memory_of_its_own(self) -> None:
         whole = {"limits": {"cpu": "8", "memory": "64Gi"}}
-        mount = {"name": "v", "mountPath": "/mooring"}
+        mount = {"name": "v", "mountPath": "/keepstep"}
         containers = [trainer(resources=whole, volumeMounts=[mount])]
         after = mutated(pod(containers=containers, volumes=[{"name": "v", "emptyDir": {"medium": "Memory"}}]))
         assert class_of(after) == "Guaranteed"
-        assert container(after, "mooring-restore")["resources"]["limits"]["memory"] == "64Gi"
+        assert container(after, "keepstep-restore")["resources"]["limits"]["memory"] == "64Gi"

@@ -1,4 +1,4 @@
-"""Where a program writes that knows nothing of Mooring: the trainer's mounts, and what restore and agent watch."""
+"""Where a program writes that knows nothing of Keepstep: the trainer's mounts, and what restore and agent watch."""
 
 import copy
 from typing import Any
@@ -12,9 +12,9 @@ from tests.injection.pods import pods
 from tests.injection.promises import OURS, assert_a_cluster_takes_it
 from tests.injection.small_pods import DEFAULTS, container, mutated, pod, problems, trainer, variables
 
-from mooring_agent.config import load_settings
-from mooring_agent.core.injection.spec import Injection, Mutation
-from mooring_api.names import ENV_ATTEMPT
+from keepstep_agent.config import load_settings
+from keepstep_agent.core.injection.spec import Injection, Mutation
+from keepstep_api.names import ENV_ATTEMPT
 
 CLAIM = {"name": "work", "persistentVolumeClaim": {"claimName": "work"}}
 
@@ -36,30 +36,30 @@ def mounts(of: Any, name: str) -> dict[str, str | None]:
 
 
 def _is_data(mount: dict[str, Any]) -> bool:
-    return mount["name"] in ("mooring-checkpoints", "work")
+    return mount["name"] in ("keepstep-checkpoints", "work")
 
 
 def test_a_program_writes_into_the_volume_and_the_agent_watches_it_whole() -> None:
     after = mutated(pod(), asked("/workspace/out", "/logs"))
-    assert mounts(after, "train") == {"/mooring": None, "/workspace/out": "out", "/logs": "logs"}
+    assert mounts(after, "train") == {"/keepstep": None, "/workspace/out": "out", "/logs": "logs"}
     for name in OURS:
-        assert mounts(after, name) == {"/mooring": None}
-        assert watched(after, name) == ("/mooring/checkpoints", "/mooring/out", "/mooring/logs")
+        assert mounts(after, name) == {"/keepstep": None}
+        assert watched(after, name) == ("/keepstep/checkpoints", "/keepstep/out", "/keepstep/logs")
 
 
 def test_the_users_own_volume_holds_the_output_too() -> None:
     before = pod(containers=[trainer(volumeMounts=[{"name": "work", "mountPath": "/data"}])], volumes=[CLAIM])
     after = mutated(before, asked("/workspace/out", checkpoint_directory="/data/checkpoints"))
     assert mounts(after, "train") == {"/data": None, "/workspace/out": "out"}
-    assert watched(after, "mooring-agent") == ("/data/checkpoints", "/data/out")
+    assert watched(after, "keepstep-agent") == ("/data/checkpoints", "/data/out")
 
 
 @pytest.mark.parametrize(
     ("output", "watch", "expected"),
     [
-        ((), True, ("/mooring/checkpoints",)),
+        ((), True, ("/keepstep/checkpoints",)),
         ((), False, ()),
-        (("/out",), False, ("/mooring/out",)),
+        (("/out",), False, ("/keepstep/out",)),
     ],
 )
 def test_the_checkpoint_directory_is_watched_unless_that_is_off(
@@ -67,7 +67,7 @@ def test_the_checkpoint_directory_is_watched_unless_that_is_off(
 ) -> None:
     after = mutated(pod(), asked(*output, watch=watch))
     assert {watched(after, name) for name in OURS} == {expected}
-    assert ("MOORING_WATCH" in variables(after, "mooring-agent")) == (bool(output) or not watch)
+    assert ("KEEPSTEP_WATCH" in variables(after, "keepstep-agent")) == (bool(output) or not watch)
 
 
 def test_only_the_container_that_trains_gets_the_directory() -> None:
@@ -86,50 +86,57 @@ def test_a_mount_that_another_webhook_took_comes_back_once() -> None:
 
 def test_a_pod_copied_from_an_injected_one_may_write_elsewhere() -> None:
     after = mutated(mutated(pod(), asked("/out")), asked("/runs"))
-    assert watched(after, "mooring-agent") == ("/mooring/checkpoints", "/mooring/runs")
+    assert watched(after, "keepstep-agent") == ("/keepstep/checkpoints", "/keepstep/runs")
 
 
 def test_a_copied_pods_output_is_not_where_checkpoints_can_go() -> None:
     """There the trainer has a folder of the volume, and its checkpoints could not be linked."""
     (problem,) = problems(mutated(pod(), asked("/out")), asked(checkpoint_directory="/out/checkpoints"))
-    assert "on the volume mooring-checkpoints, of which /out is a subPath" in problem
+    assert "on the volume keepstep-checkpoints, of which /out is a subPath" in problem
 
 
 @pytest.mark.parametrize(
     ("output", "checkpoints", "problem"),
     [
-        ("/mooring", "", "checkpoints lie on the volume mooring-checkpoints at /mooring, and "),
-        ("/mooring/out", "", "give it as mooring.dev/checkpoint-directory instead"),
-        ("/mooring/checkpoints", "", "lies in the checkpoint directory /mooring/checkpoints: leave it out"),
-        ("/mooring/checkpoints/a", "", "lies in the checkpoint directory /mooring/checkpoints: leave it out"),
+        ("/keepstep", "", "checkpoints lie on the volume keepstep-checkpoints at /keepstep, and "),
+        ("/keepstep/out", "", "give it as keepstep.dev/checkpoint-directory instead"),
+        ("/keepstep/checkpoints", "", "lies in the checkpoint directory /keepstep/checkpoints: leave it out"),
+        ("/keepstep/checkpoints/a", "", "lies in the checkpoint directory /keepstep/checkpoints: leave it out"),
         ("/data", "/data/runs/checkpoints", "would put its directories into the checkpoint directory"),
-        ("/a/checkpoints", "", "/mooring/checkpoints on the volume, and the checkpoint directory"),
-        ("/a/runs", "/mooring/runs/now", "and the checkpoint directory /mooring/runs/now has that name too"),
-        ("/a/now", "/mooring/runs/now", "choose another mooring.dev/checkpoint-directory, such as /mooring/announced"),
+        ("/a/checkpoints", "", "/keepstep/checkpoints on the volume, and the checkpoint directory"),
+        ("/a/runs", "/keepstep/runs/now", "and the checkpoint directory /keepstep/runs/now has that name too"),
+        (
+            "/a/now",
+            "/keepstep/runs/now",
+            "choose another keepstep.dev/checkpoint-directory, such as /keepstep/announced",
+        ),
     ],
 )
 def test_output_and_checkpoints_must_not_be_in_each_other(output: str, checkpoints: str, problem: str) -> None:
     (found,) = problems(pod(), asked(output, checkpoint_directory=checkpoints))
     assert problem in found
-    assert "mooring.dev/output" in found
+    assert "keepstep.dev/output" in found
 
 
 def test_a_volume_within_the_output_is_refused() -> None:
     before = pod(containers=[trainer(volumeMounts=[{"name": "work", "mountPath": "/out/data"}])], volumes=[CLAIM])
     (found,) = problems(before, asked("/out", checkpoint_directory="/out/data/checkpoints"))
     assert found == (
-        "checkpoints lie on the volume work at /out/data, inside mooring.dev/output /out: "
-        "choose another mooring.dev/checkpoint-directory"
+        "checkpoints lie on the volume work at /out/data, inside keepstep.dev/output /out: "
+        "choose another keepstep.dev/checkpoint-directory"
     )
 
 
 @pytest.mark.parametrize(
     ("mount", "problem"),
     [
-        ({"mountPath": "/out"}, "where mooring.dev/output /out/runs lies: give /out/runs as mooring.dev/checkpoint-d"),
-        ({"mountPath": "/out/runs/"}, "the trainer mounts work at /out/runs, where mooring.dev/output /out/runs lies"),
-        ({"mountPath": "/out/runs", "subPath": "runs"}, "where mooring.dev/output /out/runs lies"),
-        ({"mountPath": "/out/runs/a/b"}, "inside mooring.dev/output /out/runs: mount yours elsewhere"),
+        (
+            {"mountPath": "/out"},
+            "where keepstep.dev/output /out/runs lies: give /out/runs as keepstep.dev/checkpoint-d",
+        ),
+        ({"mountPath": "/out/runs/"}, "the trainer mounts work at /out/runs, where keepstep.dev/output /out/runs lies"),
+        ({"mountPath": "/out/runs", "subPath": "runs"}, "where keepstep.dev/output /out/runs lies"),
+        ({"mountPath": "/out/runs/a/b"}, "inside keepstep.dev/output /out/runs: mount yours elsewhere"),
     ],
 )
 def test_where_another_volume_is_the_output_cannot_be(mount: dict[str, Any], problem: str) -> None:
@@ -161,7 +168,7 @@ def test_a_user_may_mount_the_directory_just_as_we_would(said: dict[str, Any], r
     wanted = asked("/workspace/out", checkpoint_directory="/data/checkpoints")
     if refused:
         (found,) = problems(before, wanted)
-        assert found.startswith("the trainer mounts work at /workspace/out, where mooring.dev/output")
+        assert found.startswith("the trainer mounts work at /workspace/out, where keepstep.dev/output")
     else:
         assert mounts(mutated(before, wanted), "train") == {"/data": None, "/workspace/out": "out"}
 
@@ -170,9 +177,9 @@ def test_a_user_may_mount_the_directory_just_as_we_would(said: dict[str, Any], r
 @given(pods(), st.sampled_from(["/runs", "/logs:/workspace/b"]))
 def test_restore_and_agent_can_start_with_what_they_are_told(before: dict[str, Any], output: str) -> None:
     annotations = before["metadata"]["annotations"]
-    annotations["mooring.dev/output"] = output
+    annotations["keepstep.dev/output"] = output
     # Most others are the whole volume.
-    annotations.pop("mooring.dev/checkpoint-directory", None)
+    annotations.pop("keepstep.dev/checkpoint-directory", None)
     outcome = inject(before, DEFAULTS)
     event(type(outcome).__name__)
     if not isinstance(outcome, Mutation):
@@ -180,9 +187,9 @@ def test_restore_and_agent_can_start_with_what_they_are_told(before: dict[str, A
     after = jsonpatch.apply_patch(copy.deepcopy(before), copy.deepcopy(list(outcome.patch)))
     assert_a_cluster_takes_it(after)
     (told,) = {watched(after, name) for name in OURS}
-    volume = variables(after, "mooring-agent")["MOORING_VOLUME"]
-    whole = container(after, "mooring-agent")["volumeMounts"]
-    train = container(after, annotations["mooring.dev/container"])
+    volume = variables(after, "keepstep-agent")["KEEPSTEP_VOLUME"]
+    whole = container(after, "keepstep-agent")["volumeMounts"]
+    train = container(after, annotations["keepstep.dev/container"])
     for path in output.split(":"):
         (mount,) = [one for one in train["volumeMounts"] if one["mountPath"].rstrip("/") == path]
         assert {"name": mount["name"], "mountPath": volume} in whole

@@ -19,10 +19,10 @@ from tests.injection.promises import (
     class_of,
 )
 
-from mooring_agent.core.injection.admission_review import Outcome, answer
-from mooring_agent.core.injection.json_patch import difference
-from mooring_agent.core.injection.mutation import mutate
-from mooring_agent.core.injection.spec import FailurePolicy, Injection, InjectionDefaults, Mutation, Refusal, Skip
+from keepstep_agent.core.injection.admission_review import Outcome, answer
+from keepstep_agent.core.injection.json_patch import difference
+from keepstep_agent.core.injection.mutation import mutate
+from keepstep_agent.core.injection.spec import FailurePolicy, Injection, InjectionDefaults, Mutation, Refusal, Skip
 
 DEFAULTS = st.builds(InjectionDefaults, image=st.just(IMAGE), openshift=st.booleans())
 # Two cores may be busy with something else.
@@ -53,7 +53,7 @@ def test_a_mutated_pod_is_whole_and_needs_nothing_more(pod: dict[str, Any], defa
     assert_a_cluster_takes_it(mutated)
     assert_nobody_else_has_what_is_the_agents(mutated)
     assert_ours_are_last(mutated)
-    if not {"mooring.dev/cpu", "mooring.dev/memory"} & pod["metadata"]["annotations"].keys():
+    if not {"keepstep.dev/cpu", "keepstep.dev/memory"} & pod["metadata"]["annotations"].keys():
         assert class_of(mutated) == class_of(pod)
     again = inject(mutated, defaults)
     assert isinstance(again, Mutation)
@@ -84,12 +84,12 @@ def test_the_grace_period_never_shrinks_and_everybody_is_told_the_same(
     if not isinstance(outcome, Mutation):
         return
     spec = applied(pod, outcome)["spec"]
-    asked = int(pod["metadata"]["annotations"].get("mooring.dev/grace-seconds", defaults.grace_seconds))
+    asked = int(pod["metadata"]["annotations"].get("keepstep.dev/grace-seconds", defaults.grace_seconds))
     said = pod["spec"].get("terminationGracePeriodSeconds", 30)
     assert spec["terminationGracePeriodSeconds"] == max(said, asked)
-    agent = next(one for one in spec["initContainers"] if one["name"] == "mooring-agent")
+    agent = next(one for one in spec["initContainers"] if one["name"] == "keepstep-agent")
     told = {entry["name"]: entry.get("value") for entry in agent["env"]}
-    assert told["MOORING_GRACE_SECONDS"] == str(max(said, asked))
+    assert told["KEEPSTEP_GRACE_SECONDS"] == str(max(said, asked))
 
 
 @settings(PATIENT, max_examples=20)
@@ -109,7 +109,7 @@ def _meddle(how: str, pod: Any) -> None:
     spec = pod["spec"]
     starting, running = spec["initContainers"], spec["containers"]
     everybody = [*starting, *running]
-    ours = [one for one in everybody if one["name"] in ("mooring-restore", "mooring-agent")]
+    ours = [one for one in everybody if one["name"] in ("keepstep-restore", "keepstep-agent")]
     match how:
         case "strip":
             for container in starting:

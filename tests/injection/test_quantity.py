@@ -2,7 +2,7 @@
 
 import pytest
 
-from mooring_agent.core.injection.pod import parse_quantity
+from keepstep_agent.core.injection.pod import parse_quantity
 
 
 @pytest.mark.parametrize(

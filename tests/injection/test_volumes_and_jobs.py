@@ -20,7 +20,7 @@ from tests.injection.small_pods import (
     variables,
 )
 
-from mooring_agent.core.injection.spec import Injection
+from keepstep_agent.core.injection.spec import Injection
 
 ROOT = Path(__file__).parents[2]
 _WORKLOAD = "kueue.x-k8s.io/workload"
@@ -38,7 +38,7 @@ class TestPlaces:
         (problem,) = problems(pod(containers=[trainer(volumeMounts=[mount])], volumes=[{"name": "v", kind: {}}]), asked)
         assert f"a {kind}, to which nobody can write" in problem
 
-    @pytest.mark.parametrize("path", ["/opt", "/opt/mooring/lib", "/usr", "/usr/local", "/etc", "/lib"])
+    @pytest.mark.parametrize("path", ["/opt", "/opt/keepstep/lib", "/usr", "/usr/local", "/etc", "/lib"])
     def test_a_volume_that_would_hide_our_own_program_is_refused(self, path: str) -> None:
         """It has the same path in agent and restore, which could not even start."""
         asked = Injection(destination="s3://bucket/run", checkpoint_directory=f"{path}/checkpoints")
@@ -47,12 +47,12 @@ class TestPlaces:
         (problem,) = problems(before, asked)
         assert f"the volume v at {path} would hide " in problem
         (problem,) = problems(pod(), Injection(destination="s3://bucket/run", checkpoint_directory=path))
-        assert f"the volume mooring-checkpoints at {path} would hide " in problem
+        assert f"the volume keepstep-checkpoints at {path} would hide " in problem
 
     @pytest.mark.parametrize("path", ["/opt/ml/checkpoints", "/usr/src/app/out", "/optional", "/home"])
     def test_beside_our_own_program_there_is_room(self, path: str) -> None:
         asked = Injection(destination="s3://bucket/run", checkpoint_directory=path, run_as_user=1000)
-        assert variables(mutated(pod(), asked), "train")["MOORING_VOLUME"] == path
+        assert variables(mutated(pod(), asked), "train")["KEEPSTEP_VOLUME"] == path
 
     def test_our_image_is_where_volumes_must_not_be(self) -> None:
         text = (ROOT / "Dockerfile.agent").read_text()
@@ -70,7 +70,7 @@ class TestPlaces:
         assert "which is read-only at /out: mount it writable" in problem
 
     def test_a_mount_without_its_volume_is_said(self) -> None:
-        mount = {"name": "v", "mountPath": "/mooring"}
+        mount = {"name": "v", "mountPath": "/keepstep"}
         (problem,) = problems(pod(containers=[trainer(volumeMounts=[mount])]))
         assert "the volume v, which the pod does not have: add it to spec.volumes" in problem
 
@@ -78,7 +78,7 @@ class TestPlaces:
         mount = {"name": "v", "mountPath": "/out"}
         asked = Injection(destination="s3://bucket/run", checkpoint_directory="/output", run_as_user=1000)
         before = pod(containers=[trainer(volumeMounts=[mount])], volumes=[{"name": "v", "emptyDir": {}}])
-        assert variables(mutated(before, asked), "train")["MOORING_VOLUME"] == "/output"
+        assert variables(mutated(before, asked), "train")["KEEPSTEP_VOLUME"] == "/output"
 
     @pytest.mark.parametrize(
         ("volume", "forgets"),
@@ -92,9 +92,9 @@ class TestPlaces:
     def test_only_on_a_volume_that_outlives_pods_an_old_notice_is_forgotten(
         self, volume: dict[str, Any], forgets: bool
     ) -> None:
-        mount = {"name": "v", "mountPath": "/mooring"}
+        mount = {"name": "v", "mountPath": "/keepstep"}
         after = mutated(pod(containers=[trainer(volumeMounts=[mount])], volumes=[{"name": "v", **volume}]))
-        assert container(after, "mooring-agent")["args"] == (["agent", "--fresh"] if forgets else ["agent"])
+        assert container(after, "keepstep-agent")["args"] == (["agent", "--fresh"] if forgets else ["agent"])
 
 
 class TestJobs:
@@ -138,7 +138,7 @@ class TestJobs:
     ) -> None:
         before = pod()
         before["metadata"] |= {"labels": labels, "annotations": annotations}
-        assert variables(mutated(before), "mooring-agent").get("MOORING_NODE_RANK") == rank
+        assert variables(mutated(before), "keepstep-agent").get("KEEPSTEP_NODE_RANK") == rank
 
     @pytest.mark.parametrize(
         ("labels", "more", "attempt", "place"),
@@ -198,8 +198,8 @@ class TestJobs:
         annotations = {**before["metadata"].get("annotations", {}), **more.get("annotations", {})}
         before["metadata"] |= {**more, "labels": labels, "annotations": annotations}
         after = mutated(before)
-        assert {variables(after, name).get("MOORING_ATTEMPT") for name in ("train", *OURS)} == {attempt}
-        assert {variables(after, name).get("MOORING_PLACE") for name in OURS} == {place}
+        assert {variables(after, name).get("KEEPSTEP_ATTEMPT") for name in ("train", *OURS)} == {attempt}
+        assert {variables(after, name).get("KEEPSTEP_PLACE") for name in OURS} == {place}
 
     def test_all_pods_of_a_jobset_of_several_jobs_have_numbers_of_their_own(self) -> None:
         found: dict[str | None, str | None] = {}
@@ -213,8 +213,8 @@ class TestJobs:
                 f"{_JOBSET}restart-attempt": "0",
             }
             before["metadata"]["annotations"] = {"batch.kubernetes.io/job-completion-index": str(completion)}
-            given = variables(mutated(before), "mooring-agent")
-            found[given["MOORING_NODE_RANK"]] = given["MOORING_PLACE"]
+            given = variables(mutated(before), "keepstep-agent")
+            found[given["KEEPSTEP_NODE_RANK"]] = given["KEEPSTEP_PLACE"]
         assert sorted(int(rank or "") for rank in found) == list(range(12))
         assert len(set(found.values())) == 12
         assert found["0"] == "node-0-0"
@@ -233,11 +233,11 @@ class TestJobs:
     ) -> None:
         before = pod()
         before["metadata"] |= more
-        tells = {"MOORING_CLUSTER_EVENTS": "true"}
-        asked = replace(ASKED, settings={**tells, "MOORING_PRIORITY_BOOST": "100"})
-        assert variables(mutated(before, asked), "mooring-agent").get("MOORING_JOB_UID") == job_uid
+        tells = {"KEEPSTEP_CLUSTER_EVENTS": "true"}
+        asked = replace(ASKED, settings={**tells, "KEEPSTEP_PRIORITY_BOOST": "100"})
+        assert variables(mutated(before, asked), "keepstep-agent").get("KEEPSTEP_JOB_UID") == job_uid
         asked = replace(ASKED, settings=tells)
-        assert "MOORING_JOB_UID" not in variables(mutated(before, asked), "mooring-agent")
+        assert "KEEPSTEP_JOB_UID" not in variables(mutated(before, asked), "keepstep-agent")
 
     @pytest.mark.parametrize(
         ("more", "name"),
@@ -253,8 +253,8 @@ class TestJobs:
     ) -> None:
         before = pod()
         before["metadata"] |= more
-        asked = replace(ASKED, settings={"MOORING_CLUSTER_EVENTS": "true", "MOORING_PRIORITY_BOOST": "100"})
-        assert variables(mutated(before, asked), "mooring-agent").get("MOORING_WORKLOAD_NAME") == name
+        asked = replace(ASKED, settings={"KEEPSTEP_CLUSTER_EVENTS": "true", "KEEPSTEP_PRIORITY_BOOST": "100"})
+        assert variables(mutated(before, asked), "keepstep-agent").get("KEEPSTEP_WORKLOAD_NAME") == name
 
     @pytest.mark.parametrize(("group", "worker", "late"), [("1", "0", "group-index"), ("0", "1", "worker-index")])
     def test_labels_that_another_webhook_writes_after_ours_change_nothing(
@@ -273,5 +273,5 @@ class TestJobs:
         early["metadata"]["labels"][f"{_LWS}{late}"] = labels[f"{_LWS}{late}"]
         assert mutated(early) == early
         assert early["spec"] == whole["spec"]
-        assert variables(whole, "mooring-agent")["MOORING_PLACE"] == f"{group}-{worker}"
-        assert variables(whole, "train")["MOORING_ATTEMPT"] == f"llama-group-{group}"
+        assert variables(whole, "keepstep-agent")["KEEPSTEP_PLACE"] == f"{group}-{worker}"
+        assert variables(whole, "train")["KEEPSTEP_ATTEMPT"] == f"llama-group-{group}"

@@ -12,8 +12,8 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-import mooring
-from mooring_api import names
+import keepstep
+from keepstep_api import names
 
 
 class Tiny(pl.LightningModule):  # type: ignore[misc]
@@ -54,7 +54,7 @@ def main() -> None:
         enable_model_summary=False,
         callbacks=[saving],
     )
-    mooring.protect(trainer)
+    keepstep.protect(trainer)
     model = Tiny()
     if chosen == "best":
         trainer.fit(model, loader())

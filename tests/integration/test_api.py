@@ -7,10 +7,10 @@ import grpc
 import pytest
 from tests.harness.agent_process import AgentProcess, tree, wait_until, write_checkpoint
 
-from mooring_agent.core.stored.manifest import decode_manifest, decode_marker
-from mooring_agent.core.stored.object_layout import LEDGER_PREFIX
-from mooring_api.names import API_VERSION
-from mooring_api.v1 import agent_pb2
+from keepstep_agent.core.stored.manifest import decode_manifest, decode_marker
+from keepstep_agent.core.stored.object_layout import LEDGER_PREFIX
+from keepstep_api.names import API_VERSION
+from keepstep_api.v1 import agent_pb2
 
 
 def _destination(tmp_path: Path) -> tuple[Path, str]:
@@ -41,7 +41,7 @@ def test_the_trainer_may_delete_its_copy_as_soon_as_the_announcement_returns(tmp
         path.rmdir()
         agent.wait_committed(answer.save)
         assert (folder / "checkpoint-1" / answer.save / "model.bin").read_bytes() == content
-        wait_until(lambda: not any((agent.volume / ".mooring/staged").iterdir()), 30.0, "the pins are dropped")
+        wait_until(lambda: not any((agent.volume / ".keepstep/staged").iterdir()), 30.0, "the pins are dropped")
 
 
 def test_ranks_that_share_a_directory_are_staged_when_the_last_has_announced(tmp_path: Path) -> None:
@@ -55,7 +55,7 @@ def test_ranks_that_share_a_directory_are_staged_when_the_last_has_announced(tmp
         (path / "rank0.pt").write_bytes(b"late")
         agent.announce(path, 5, rank=0, **fields)
         agent.wait_committed("attempt-1")
-        marker_path = next((folder / ".mooring/commits").iterdir())
+        marker_path = next((folder / ".keepstep/commits").iterdir())
         marker = decode_marker(marker_path.read_bytes(), "marker")
         assert (marker.info.world_size, marker.file_count) == (2, 2)
 
@@ -68,12 +68,12 @@ def test_a_checkpoint_is_committed_only_when_every_agent_has_sealed_its_ranks(tm
         wait_until(
             lambda: first.status().checkpoints[0].phase == agent_pb2.PHASE_SEALED, 30.0, "rank 0 is sealed alone"
         )
-        assert not (folder / ".mooring/commits").exists()
+        assert not (folder / ".keepstep/commits").exists()
         second.announce(write_checkpoint(second.checkpoints / "checkpoint-3", {"rank1.pt": 2000}), 3, rank=1, **fields)
         for agent in (first, second):
             assert agent.wait_committed("attempt-1").world_size == 2
-        assert len(list((folder / ".mooring/commits").iterdir())) == 1
-        manifest_path = folder / "checkpoint-3/attempt-1/.mooring/manifest-00001-00001.json"
+        assert len(list((folder / ".keepstep/commits").iterdir())) == 1
+        manifest_path = folder / "checkpoint-3/attempt-1/.keepstep/manifest-00001-00001.json"
         (rank,) = decode_manifest(manifest_path.read_bytes(), "manifest")
         assert [file.path for file in rank.files] == ["rank1.pt"]
 
@@ -87,7 +87,7 @@ def test_ranks_that_write_one_file_name_with_different_bytes_are_told_so(tmp_pat
         with pytest.raises(grpc.RpcError, match=r"ranks 0 and 1 .* for state\.pt .*different file names"):
             agent.announce(paths[1], 3, rank=1, **fields)
         assert agent.status().checkpoints[0].phase == agent_pb2.PHASE_FAILED
-        assert not (folder / ".mooring/commits").exists()
+        assert not (folder / ".keepstep/commits").exists()
 
 
 def test_no_marker_is_written_when_the_ranks_of_two_agents_contradict_each_other(tmp_path: Path) -> None:
@@ -100,7 +100,7 @@ def test_no_marker_is_written_when_the_ranks_of_two_agents_contradict_each_other
         for agent in (first, second):
             with pytest.raises(grpc.RpcError, match=r"ranks 0 and 1 have different bytes for state\.pt"):
                 agent.wait_committed("attempt-1")
-        assert not (folder / ".mooring/commits").exists()
+        assert not (folder / ".keepstep/commits").exists()
 
 
 @pytest.mark.parametrize("volume", ["volume", "another"], ids=["long forgotten", "on a new volume"])
@@ -123,7 +123,7 @@ def test_an_id_of_a_committed_save_that_is_used_again_touches_nothing(volume: st
 
 def _without_ledger(folder: Path) -> dict[str, bytes]:
     """All but the ledger, and what an agent that was ended left of an object of it."""
-    ours = (LEDGER_PREFIX, ".mooring/uploads/put-")
+    ours = (LEDGER_PREFIX, ".keepstep/uploads/put-")
     return {key: body for key, body in tree(folder).items() if not key.startswith(ours)}
 
 
@@ -132,7 +132,7 @@ def test_an_agent_without_rank_0_commits_when_the_one_that_has_it_is_gone(tmp_pa
     fields = {"save": "attempt-1", "world_size": 2}
     with AgentProcess(tmp_path / "pod0", destination) as first:
         first.announce(write_checkpoint(first.checkpoints / "checkpoint-3", {"rank0.pt": 1000}), 3, rank=0, **fields)
-        manifest = folder / "checkpoint-3/attempt-1/.mooring/manifest-00000-00001.json"
+        manifest = folder / "checkpoint-3/attempt-1/.keepstep/manifest-00000-00001.json"
         wait_until(manifest.exists, 30.0, "rank 0 is sealed")
         first.kill()
     with AgentProcess(tmp_path / "pod1", destination) as second:

@@ -13,9 +13,9 @@ from tests.harness.agent_process import AgentProcess, wait_until, write_checkpoi
 from tests.servers.server import Bucket
 from tests.servers.tls import Certificate
 
-from mooring_api.v1 import agent_pb2
+from keepstep_api.v1 import agent_pb2
 
-KEY = "mooring.dev/last-committed"
+KEY = "keepstep.dev/last-committed"
 # It bounds a hang and judges no speed.
 LIMIT_SECONDS = 60.0
 

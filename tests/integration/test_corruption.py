@@ -15,8 +15,8 @@ SIZES = {"model.safetensors": 11 * MIB, "optimizer.pt": 2 * MIB, "config.json": 
 COMMAND_SECONDS = 90.0
 
 
-def mooring(bucket: Bucket, command: str, *arguments: str) -> "subprocess.CompletedProcess[str]":
-    line = [sys.executable, "-m", "mooring_agent", command, bucket.destination]
+def keepstep(bucket: Bucket, command: str, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    line = [sys.executable, "-m", "keepstep_agent", command, bucket.destination]
     line += [f"--endpoint-url={bucket.endpoint_url}", *arguments]
     return subprocess.run(line, capture_output=True, text=True, timeout=COMMAND_SECONDS, check=False)
 
@@ -56,17 +56,17 @@ def test_a_wrong_byte_is_named_and_the_older_checkpoint_is_restored(
     key = only_key(BucketView(rclone_bucket), "checkpoint-20/", name)
     BucketView(rclone_bucket).flip(key, position)
 
-    verified = mooring(rclone_bucket, "verify")
+    verified = keepstep(rclone_bucket, "verify")
     assert verified.returncode == 1, verified.stderr
     assert key in verified.stdout
-    everything = mooring(rclone_bucket, "verify", "--all", "--json")
+    everything = keepstep(rclone_bucket, "verify", "--all", "--json")
     assert everything.returncode == 1
     newest, older = json.loads(everything.stdout)["checkpoints"]
     assert (newest["step"], older["step"]) == (20, 10)
     assert {problem["object"] for problem in newest["problems"]} == {key}
     assert older["problems"] == []
 
-    restored = mooring(rclone_bucket, "restore", f"--volume={tmp_path}/other")
+    restored = keepstep(rclone_bucket, "restore", f"--volume={tmp_path}/other")
     assert restored.returncode == 0, restored.stderr
     (warning,) = [line for line in restored.stderr.splitlines() if line.startswith("warning: skipped: ")]
     assert key in warning
@@ -80,10 +80,10 @@ def test_a_wrong_byte_in_a_marker_is_named_and_the_older_checkpoint_is_restored(
 ) -> None:
     (key,) = [marker for marker in BucketView(rclone_bucket).markers() if step_of(marker) == 20]
     BucketView(rclone_bucket).flip(key, 20)
-    verified = mooring(rclone_bucket, "verify")
+    verified = keepstep(rclone_bucket, "verify")
     assert verified.returncode == 1
     assert key in verified.stdout
-    restored = mooring(rclone_bucket, "restore", f"--volume={tmp_path}/other")
+    restored = keepstep(rclone_bucket, "restore", f"--volume={tmp_path}/other")
     assert restored.returncode == 0, restored.stderr
     assert key in restored.stderr
     assert tree(tmp_path / "other/checkpoints/checkpoint-10") == originals[10]
@@ -95,7 +95,7 @@ def test_with_every_checkpoint_damaged_restore_fails_and_names_them_all(
     keys = [only_key(BucketView(rclone_bucket), f"checkpoint-{step}/", "/optimizer.pt") for step in originals]
     for key in keys:
         BucketView(rclone_bucket).flip(key, MIB)
-    restored = mooring(rclone_bucket, "restore", f"--volume={tmp_path}/other")
+    restored = keepstep(rclone_bucket, "restore", f"--volume={tmp_path}/other")
     assert restored.returncode == 1, restored.stdout
     assert restored.stderr.splitlines()[-2].startswith("error: ")
     assert restored.stderr.splitlines()[-1].startswith("hint: ")

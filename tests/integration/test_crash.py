@@ -51,11 +51,11 @@ def is_list_parts(request: Request) -> bool:
 
 
 def is_manifest(request: Request) -> bool:
-    return request.method == "PUT" and "/.mooring/manifest-" in request.path
+    return request.method == "PUT" and "/.keepstep/manifest-" in request.path
 
 
 def is_marker(request: Request) -> bool:
-    return request.method == "PUT" and "/.mooring/commits/" in request.path
+    return request.method == "PUT" and "/.keepstep/commits/" in request.path
 
 
 MOMENTS = (is_create, is_complete, is_list_parts, is_manifest, is_marker)
@@ -105,7 +105,7 @@ class Lives:
 
 
 def is_probe(request: Request) -> bool:
-    return "/.mooring/probe/" in request.path
+    return "/.keepstep/probe/" in request.path
 
 
 def sent_twice(log: list[Request]) -> list[tuple[str, ...]]:
@@ -181,7 +181,7 @@ def live_and_die(
             deaths[lives.end_at(moment)] += 1
             agent.start(wait=False)
         proxy.throttle(0)
-        staged = agent.volume / ".mooring" / "staged"
+        staged = agent.volume / ".keepstep" / "staged"
         wait_until(
             lambda: len(view.markers()) == len(steps) and not any(staged.iterdir()),
             120,
@@ -190,7 +190,7 @@ def live_and_die(
 
     assert sent_twice(proxy.log) == []
     # An upload of a probe that was killed has no owner; prune aborts it when it is a day old.
-    assert [key for key in view.uploads() if "/.mooring/probe/" not in key] == []
+    assert [key for key in view.uploads() if "/.keepstep/probe/" not in key] == []
     assert [row["problems"] for row in view.verify()] == [[] for _ in steps]
     # Newest first: once its marker is gone, the next older one is what restore finds.
     for step, marker in zip(sorted(steps, reverse=True), reversed(view.markers()), strict=True):

@@ -21,8 +21,8 @@ def test_an_agent_whose_destination_hangs_names_what_is_not_durable_and_leaves_i
     )
     with agent:
         agent.announce(write_checkpoint(agent.checkpoints / "checkpoint-7", {"model": 60 * MIB}), 7)
-        wait_until(lambda: any(store.glob(".mooring/uploads/*/data")), 30, "the upload has begun")
-        (data,) = store.glob(".mooring/uploads/*/data")
+        wait_until(lambda: any(store.glob(".keepstep/uploads/*/data")), 30, "the upload has begun")
+        (data,) = store.glob(".keepstep/uploads/*/data")
         # Whoever opens a pipe to write waits until somebody opens it to read: as in a mount that is dead.
         os.mkfifo(tmp_path / "dead")
         (tmp_path / "dead").rename(data)
@@ -31,4 +31,4 @@ def test_an_agent_whose_destination_hangs_names_what_is_not_durable_and_leaves_i
         assert agent.wait(60) == 75
         (exiting,) = agent.log("agent.exiting")
         assert exiting["not_durable"] == 1
-        assert "mooring: not durable: checkpoint-7" in agent.log_text()
+        assert "keepstep: not durable: checkpoint-7" in agent.log_text()

@@ -11,7 +11,7 @@ import pytest
 from examples.demo import story
 from examples.demo.processes import TrainingRun
 
-from mooring_agent.core.errors import MooringError
+from keepstep_agent.core.errors import KeepstepError
 
 
 @pytest.mark.slow
@@ -21,7 +21,7 @@ def test_the_demo_loses_not_a_single_step_and_leaves_nothing_behind(
 ) -> None:
     monkeypatch.setenv("TMPDIR", str(short_directory))
     # The user's own settings take no part.
-    monkeypatch.setenv("MOORING_DESTINATION", "s3://no-such-bucket/run")
+    monkeypatch.setenv("KEEPSTEP_DESTINATION", "s3://no-such-bucket/run")
     monkeypatch.setenv("AWS_PROFILE", "no-such-profile")
     done = subprocess.run([sys.executable, "-m", "examples.demo"], capture_output=True, text=True, timeout=880)
     logs = "".join(path.read_text()[-1500:] for path in short_directory.rglob("*.log"))
@@ -32,8 +32,8 @@ def test_the_demo_loses_not_a_single_step_and_leaves_nothing_behind(
     assert f"restored checkpoint-{step} from the bucket" in told
     assert held.splitlines()[1:] == [
         f"  ✓ the just-in-time save is of step {step}, the very step at which the run stopped",
-        "  ✓ it was committed in the bucket before `mooring run` ended",
-        "  ✓ `mooring run` gave the program's exit code, 143: terminated, not done",
+        "  ✓ it was committed in the bucket before `keepstep run` ended",
+        "  ✓ `keepstep run` gave the program's exit code, 143: terminated, not done",
         f"  ✓ with nothing but the bucket left, training went on from step {step}",
         "  ✓ all 100 losses and the final weights are bit-identical to the undisturbed run's",
         "  ✓ all 6 checkpoints in the bucket are intact",
@@ -86,6 +86,6 @@ def test_missing_packages_are_named_with_the_command_that_installs_them(monkeypa
     found = importlib.util.find_spec
     monkeypatch.setattr(story.importlib.util, "find_spec", lambda name: None if name == "torch" else found(name))
     monkeypatch.setattr(shutil, "which", lambda *_, **__: None)
-    with pytest.raises(MooringError, match="needs torch and rclone") as error:
+    with pytest.raises(KeepstepError, match="needs torch and rclone") as error:
         story.run_demo(keep=False)
     assert "`make demo`" in error.value.hint

@@ -18,8 +18,8 @@ from tests.harness.small_volume import mounted
 from tests.servers.fault_proxy import FaultProxy
 from tests.servers.server import Bucket
 
-from mooring_api import names
-from mooring_api.v1 import agent_pb2
+from keepstep_api import names
+from keepstep_api.v1 import agent_pb2
 
 MIB = 1024 * 1024
 VOLUME_BYTES = 512 * MIB
@@ -31,8 +31,8 @@ SIZE_LIMIT_BYTES = 64 * MIB
 
 TRAINER = """
 import json, logging, sys, time
-import mooring
-from mooring.agent_client import channel
+import keepstep
+from keepstep.agent_client import channel
 # What an agent asks is obeyed here however busy the machine is; that a silent one is not waited for is another test's.
 channel.ANNOUNCE_SECONDS = 30.0
 channel.Channel._call.__kwdefaults__["deadline_seconds"] = 30.0
@@ -43,7 +43,7 @@ piece = bytes(range(256)) * 4096
 def say(**what):
     print(json.dumps(what), flush=True)
 
-checkpointer = mooring.Checkpointer()
+checkpointer = keepstep.Checkpointer()
 checkpointer.resume()
 step = 0
 while not checkpointer.stopping:

@@ -57,7 +57,7 @@ def test_an_agent_killed_between_commit_and_delivery_delivers_after_its_restart(
         tmp_path / "volume",
         rclone_bucket.destination,
         endpoint_url=rclone_bucket.endpoint_url,
-        environment={"MOORING_EVENT_URL": f"http://127.0.0.1:{port}/{SECRET}"},
+        environment={"KEEPSTEP_EVENT_URL": f"http://127.0.0.1:{port}/{SECRET}"},
     ) as agent:
         saves = [commit(agent, 1), commit(agent, 2)]
         wait_until(lambda: bool(agent.log("event.not_taken")), WAIT_SECONDS, "the receiver is down")
@@ -85,7 +85,7 @@ def test_a_runs_last_commit_is_told_before_it_ends_and_a_command_is_enough_for_t
         tmp_path / "volume",
         f"file://{tmp_path}/bucket",
         trainer={"STEPS": 4},
-        environment={"MOORING_EVENT_COMMAND": command, "MOORING_EVENT_TIMEOUT_SECONDS": "60"},
+        environment={"KEEPSTEP_EVENT_COMMAND": command, "KEEPSTEP_EVENT_TIMEOUT_SECONDS": "60"},
     ) as run:
         assert run.wait(WAIT_SECONDS) == 0
     events = [json.loads(line) for line in log.read_text().splitlines()]

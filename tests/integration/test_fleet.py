@@ -49,7 +49,7 @@ def _read_until(fleet: "subprocess.Popen[str]", words: str) -> str:
 
 def _environment() -> dict[str, str]:
     """Return an environment in which the user's own settings would lead astray."""
-    return {**os.environ, "MOORING_DESTINATION": "s3://no-such-bucket/run", "AWS_EC2_METADATA_DISABLED": "true"}
+    return {**os.environ, "KEEPSTEP_DESTINATION": "s3://no-such-bucket/run", "AWS_EC2_METADATA_DISABLED": "true"}
 
 
 def _shown(page: str) -> set[str]:
@@ -74,11 +74,11 @@ def _left_behind(folder: Path) -> list[str]:
 def test_the_fleet_shows_twelve_runs_and_ctrl_c_leaves_nothing_behind(short_directory: Path) -> None:
     with _fleet(short_directory) as fleet:
         told = _read_until(fleet, _BEGUN)
-        (teams,) = short_directory.glob("mooring-fleet-*/bucket/mooring-fleet/teams")
+        (teams,) = short_directory.glob("keepstep-fleet-*/bucket/keepstep-fleet/teams")
         names = {story.name for story in STORIES}
 
         def in_the_bucket() -> set[str]:
-            return {str(ledger.parent.parent.relative_to(teams)) for ledger in teams.glob("*/*/.mooring/ledger")}
+            return {str(ledger.parent.parent.relative_to(teams)) for ledger in teams.glob("*/*/.keepstep/ledger")}
 
         wait_until(lambda: in_the_bucket() == names, "all runs are in the bucket", 200)
         command = re.search(r"in another shell: (.*)", told)

@@ -1,4 +1,4 @@
-"""`mooring run` as a user meets it: a real program with the real client, a real store, real signals."""
+"""`keepstep run` as a user meets it: a real program with the real client, a real store, real signals."""
 
 import os
 import shutil
@@ -17,7 +17,7 @@ from tests.servers.fault_proxy import FaultProxy
 from tests.servers.process import free_port
 from tests.servers.server import Bucket
 
-from mooring.agent_client.channel import ANNOUNCE_SECONDS, CALL_SECONDS
+from keepstep.agent_client.channel import ANNOUNCE_SECONDS, CALL_SECONDS
 
 JUST_IN_TIME = 143
 NOT_DURABLE = 75
@@ -65,8 +65,8 @@ def test_a_run_works_in_a_directory_whose_name_has_what_is_special_in_a_url(
     with RunProcess(volume, f"file://{short_directory}/store", trainer={"STEPS": 20, "EVERY": 10}) as run:
         assert run.wait() == 0, run.output()
     assert not run.log("run.agent_died")
-    assert "mooring: " not in run.output(), "the trainer reached its agent"
-    assert len(list((short_directory / "store" / ".mooring" / "commits").iterdir())) == 2
+    assert "keepstep: " not in run.output(), "the trainer reached its agent"
+    assert len(list((short_directory / "store" / ".keepstep" / "commits").iterdir())) == 2
 
 
 def test_training_never_notices_that_its_agent_was_killed_and_came_back(rclone_bucket: Bucket, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from tests.harness.agent_process import AgentProcess, json_lines, wait_until, wr
 from tests.harness.bucket_view import step_of
 from tests.harness.small_volume import mounted
 
-from mooring_api.v1 import agent_pb2
+from keepstep_api.v1 import agent_pb2
 
 _MIB = 1 << 20
 _ENDED = {agent_pb2.PHASE_RELEASED, agent_pb2.PHASE_SHED, agent_pb2.PHASE_FAILED}
@@ -117,7 +117,7 @@ def test_an_agent_whose_journal_is_damaged_starts_again_on_a_full_volume_without
         _fill_until_the_journal_is_unwritable(agent)
         agent.kill()
         _fill(agent.volume)
-        with (agent.volume / ".mooring/agent/journal.sqlite3").open("r+b") as journal:
+        with (agent.volume / ".keepstep/agent/journal.sqlite3").open("r+b") as journal:
             journal.write(bytes(16))
         agent.start()
         agent.kill()
@@ -159,7 +159,7 @@ def test_every_acknowledged_save_on_a_full_volume_is_committed_or_reported(tmp_p
 
 
 def _committed_steps(destination: Path) -> set[int]:
-    return {step_of(marker.name) for marker in (destination / ".mooring/commits").glob("*")}
+    return {step_of(marker.name) for marker in (destination / ".keepstep/commits").glob("*")}
 
 
 def _reported_steps(log: str) -> set[int]:

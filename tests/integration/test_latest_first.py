@@ -10,7 +10,7 @@ from tests.servers.fault_proxy import FaultProxy
 from tests.servers.faults import Request
 from tests.servers.server import Bucket
 
-from mooring_api.v1 import agent_pb2
+from keepstep_api.v1 import agent_pb2
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -97,7 +97,7 @@ def test_of_several_small_checkpoints_at_most_one_is_committed_before_the_newest
     fault_proxy.throttle(2 * MIB)
     for save in saves:
         agent.wait_committed(save)
-    markers = [one.path for one in fault_proxy.log[begin:] if one.method == "PUT" and "/.mooring/commits/" in one.path]
+    markers = [one.path for one in fault_proxy.log[begin:] if one.method == "PUT" and "/.keepstep/commits/" in one.path]
     committed = [next(save for save in saves if save in marker) for marker in markers]
     assert sorted(committed) == sorted(saves)
     assert committed.index(saves[-1]) <= 1

@@ -1,4 +1,4 @@
-"""`mooring run --restore lazy`: the program starts at once, and its client has the agent bring what it resumes from."""
+"""`keepstep run --restore lazy`: the program starts at once, its client has the agent bring what it resumes from."""
 
 import shutil
 from pathlib import Path
@@ -53,7 +53,7 @@ def test_a_program_that_does_not_ask_is_told_what_it_has_left_behind(tmp_path: P
     script = tmp_path / "script.py"
     script.write_text(
         "import os, pathlib\n"
-        "folder = pathlib.Path(os.environ['MOORING_CHECKPOINT_DIRECTORY'])\n"
+        "folder = pathlib.Path(os.environ['KEEPSTEP_CHECKPOINT_DIRECTORY'])\n"
         "folder.mkdir(parents=True, exist_ok=True)\n"
         "(folder / 'state.bin').write_bytes(b'1')\n"
     )

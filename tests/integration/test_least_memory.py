@@ -11,8 +11,8 @@ from tests.harness.agent_process import AgentProcess, tree, write_checkpoint
 from tests.harness.control_group import ControlGroup, NoControlGroup, memory_control_group
 from tests.servers.server import Bucket
 
-from mooring_agent.core.injection.annotation_table import LEAST_MEMORY
-from mooring_agent.core.injection.pod import parse_quantity
+from keepstep_agent.core.injection.annotation_table import LEAST_MEMORY
+from keepstep_agent.core.injection.pod import parse_quantity
 
 pytestmark = [pytest.mark.root, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -39,7 +39,7 @@ def test_with_the_least_memory_checkpoints_are_uploaded_and_restored_without_a_k
 
     def runs(*command: str) -> None:
         """As kubelet runs a hook, and restore: where the agent's limit counts."""
-        wrapped = least_memory.wrap([sys.executable, "-m", "mooring_agent", *command])
+        wrapped = least_memory.wrap([sys.executable, "-m", "keepstep_agent", *command])
         said = subprocess.run(wrapped, capture_output=True, text=True, timeout=HANG_SECONDS, check=False)
         assert said.returncode == 0, (said.returncode, said.stderr, least_memory.out_of_memory_kills())
 

@@ -15,23 +15,23 @@ from typing import Any
 import pytest
 from tests.harness.agent_process import wait_until
 from tests.harness.run_process import RunProcess
-from tests.harness.warm_python import mooring
+from tests.harness.warm_python import keepstep
 from tests.servers.fault_proxy import FaultProxy
 from tests.servers.faults import Fault, Rule
 from tests.servers.server import Bucket
 
-from mooring_agent.adapters.open_store import open_store
-from mooring_agent.catalog.ledger import read_ledger
-from mooring_agent.core.settings.values import StoreSettings
-from mooring_agent.core.stored.ledger import AgentEnded, Saved
+from keepstep_agent.adapters.open_store import open_store
+from keepstep_agent.catalog.ledger import read_ledger
+from keepstep_agent.core.settings.values import StoreSettings
+from keepstep_agent.core.stored.ledger import AgentEnded, Saved
 
 # It bounds a hang and judges no speed.
 LIMIT_SECONDS = 120.0
 # Trains once `GO` exists. Saves every fifth step; stands still after `STOP_AT` until it is killed, or told to end.
 PROGRAM = """
 import os, sys, time
-import mooring
-checkpointer = mooring.Checkpointer()
+import keepstep
+checkpointer = keepstep.Checkpointer()
 path = checkpointer.resume()
 step = int((path / "step").read_text()) if path else 0
 print("begin", step, flush=True)
@@ -92,7 +92,7 @@ def noted_steps(bucket: Bucket) -> set[int]:
 
 
 def reported(destination: str, *options: str) -> dict[str, Any]:
-    completed = mooring("report", destination, *options, "--json")
+    completed = keepstep("report", destination, *options, "--json")
     assert completed.returncode == 0, completed.stderr
     (run,) = json.loads(completed.stdout)["runs"]
     assert run["productive_seconds"] + sum(run["lost_seconds"].values()) == pytest.approx(run["wall_seconds"], rel=0.02)
@@ -116,7 +116,7 @@ def test_a_run_that_was_killed_lost_the_steps_that_its_next_start_did_again(
         said(run, "saved 20")
         wait_until(lambda: len(run.log("checkpoint.announced")) == 2, LIMIT_SECONDS, "steps 15 and 20 are announced")
         # A notice has what is known written at once.
-        noticed = mooring("terminating", "--socket", volumes[1] / ".mooring" / "agent.sock")
+        noticed = keepstep("terminating", "--socket", volumes[1] / ".keepstep" / "agent.sock")
         assert noticed.returncode == 0, noticed.stderr
         wait_until(lambda: 20 in noted_steps(rclone_bucket), LIMIT_SECONDS, "step 20 is in the ledger")
         killed(run)
@@ -169,7 +169,7 @@ def test_a_just_in_time_save_kept_its_steps_although_the_agent_had_died_before(
 @pytest.mark.parametrize("code", [0, 3])
 def test_a_program_that_fails_is_told_from_one_that_ends_well(tmp_path: Path, code: int) -> None:
     destination = f"file://{tmp_path}/bucket"
-    program = "import mooring, sys\nwith mooring.Checkpointer().save(1) as d: (d / 'state').write_text('1')\n"
+    program = "import keepstep, sys\nwith keepstep.Checkpointer().save(1) as d: (d / 'state').write_text('1')\n"
     with RunProcess(
         tmp_path / "volume", destination, command=(sys.executable, "-c", f"{program}sys.exit({code})")
     ) as run:

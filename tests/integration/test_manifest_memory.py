@@ -11,9 +11,9 @@ from tests.harness.control_group import ControlGroup, NoControlGroup, memory_con
 from tests.harness.forged_checkpoint import SHAPES, store_forged
 from tests.restore.stored_checkpoints import all_files, store_checkpoint
 
-from mooring_agent.adapters.open_store import open_store
-from mooring_agent.core.settings.values import StoreSettings
-from mooring_agent.core.stored.manifest import needed_bytes
+from keepstep_agent.adapters.open_store import open_store
+from keepstep_agent.core.settings.values import StoreSettings
+from keepstep_agent.core.stored.manifest import needed_bytes
 
 pytestmark = [pytest.mark.root, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -38,7 +38,7 @@ def memory() -> Iterator[ControlGroup]:
 def restores_the_older(memory: ControlGroup, folder: Path) -> str:
     """Standard error of a restore that ends well, in that memory."""
     command = ["restore", f"file://{folder}/destination", f"--volume={folder}/volume", "--log-format=json"]
-    wrapped = memory.wrap([sys.executable, "-m", "mooring_agent", *command])
+    wrapped = memory.wrap([sys.executable, "-m", "keepstep_agent", *command])
     said = subprocess.run(wrapped, capture_output=True, text=True, timeout=HANG_SECONDS, check=False)
     assert said.returncode == 0, (said.returncode, said.stderr[-2000:], memory.out_of_memory_kills())
     place = folder / "volume" / "checkpoints" / "checkpoint-1"
@@ -80,7 +80,7 @@ def test_a_forged_checkpoint_of_four_large_manifests_is_skipped_with_the_memory_
     assert needed > 2 * MEMORY_BYTES
     said = restores_the_older(memory, tmp_path)
     assert f"needs {-(-needed // MIB)} MiB of memory for its manifests, this process may have 256 MiB" in said
-    assert "mooring.dev/memory" in said
+    assert "keepstep.dev/memory" in said
 
 
 def spoil(folder: Path) -> None:

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from tests.harness.agent_process import AgentProcess, json_lines, tree, wait_until, write_checkpoint
 from tests.harness.run_process import RunProcess
-from tests.harness.warm_python import mooring
+from tests.harness.warm_python import keepstep
 
-from mooring_api.names import ENV_VOLUME
+from keepstep_api.names import ENV_VOLUME
 
 # They bound a hang: a machine may be busy, and looks are seconds apart.
 pytestmark = pytest.mark.timeout(300)
@@ -40,7 +40,7 @@ class Place:
         self.store = folder / "store"
 
     def run(self, program: str, *arguments: str, code: int = 0) -> "subprocess.CompletedProcess[str]":
-        line = [sys.executable, "-m", "mooring_agent", "run", f"--to=file://{self.store}", f"--volume={self.volume}"]
+        line = [sys.executable, "-m", "keepstep_agent", "run", f"--to=file://{self.store}", f"--volume={self.volume}"]
         line += [f"--watch={self.out}", "--log-format=json", "--", sys.executable, "-c", program, str(self.out)]
         result = subprocess.run([*line, *arguments], capture_output=True, text=True, timeout=RUN_SECONDS, check=False)
         assert result.returncode == code, result.stderr
@@ -54,16 +54,16 @@ class Place:
         """The saves of the committed snapshots, the oldest first."""
         return [
             path.name.split(".")[1]
-            for path in sorted((self.store / ".mooring/snapshots/node-0").glob("*"), reverse=True)
+            for path in sorted((self.store / ".keepstep/snapshots/node-0").glob("*"), reverse=True)
         ]
 
     def sent(self, save: str) -> set[str]:
         """The files that are stored with a snapshot itself."""
         folder = self.store / "node-0" / save
-        return {path for path in tree(folder) if not path.startswith(".mooring/")}
+        return {path for path in tree(folder) if not path.startswith(".keepstep/")}
 
     def restore(self) -> None:
-        result = mooring("restore", f"file://{self.store}", f"--volume={self.volume}", f"--watch={self.out}")
+        result = keepstep("restore", f"file://{self.store}", f"--volume={self.volume}", f"--watch={self.out}")
         assert result.returncode == 0, result.stderr
 
 
@@ -147,14 +147,14 @@ def test_what_is_announced_is_in_no_snapshot_and_what_lies_beside_it_is(tmp_path
         wait_until(lambda: bool(agent.log("snapshot.taken")), 60, "a snapshot is taken")
         agent.terminate()
         assert agent.wait(60) == 0
-    stored = {path.split("/", 2)[2] for path in tree(store / "node-0") if "/.mooring/" not in f"/{path}"}
+    stored = {path.split("/", 2)[2] for path in tree(store / "node-0") if "/.keepstep/" not in f"/{path}"}
     assert {path for path in tree(store / "node-0") if path.endswith("model.bin")}
     assert not {path for path in stored if "by-call-20" in path or "checkpoint-10" in path}
 
 
 CLIENT = """
-import mooring
-checkpointer = mooring.Checkpointer()
+import keepstep
+checkpointer = keepstep.Checkpointer()
 with checkpointer.save(10) as directory:
     (directory / "state").write_text("10")
 """
@@ -164,7 +164,7 @@ def test_a_file_cut_short_is_in_no_snapshot_and_the_last_lines_and_the_code_say_
     program = "import sys; from pathlib import Path; out = Path(sys.argv[1]); out.mkdir();"
     program += "(out / 'model.safetensors').write_bytes(b'x'); (out / 'config').write_text('c')"
     result = place.run(program, code=75)
-    assert "mooring: not durable: out/model.safetensors: its format shows that it is not complete" in result.stderr
+    assert "keepstep: not durable: out/model.safetensors: its format shows that it is not complete" in result.stderr
     (save,) = place.snapshots()
     assert place.sent(save) == {"out/config"}
 
@@ -176,7 +176,7 @@ def test_a_program_that_ignores_what_was_restored_is_told_so_at_its_end(place: P
     place.run(SAVE, "step-1", "step-2")
     place.lose_the_disk()
     ignored = place.run(SAVE, "step-3")
-    assert "mooring: the program read none of the 2 files that were restored to " in ignored.stderr
+    assert "keepstep: the program read none of the 2 files that were restored to " in ignored.stderr
     place.lose_the_disk()
     read = place.run(READ, "step-4")
     assert "the program read none" not in read.stderr
@@ -184,7 +184,7 @@ def test_a_program_that_ignores_what_was_restored_is_told_so_at_its_end(place: P
 
 def test_a_run_that_stored_nothing_says_so_and_its_code_too(place: Place) -> None:
     result = place.run("", code=75)
-    assert "mooring: not durable: nothing was stored: nothing was announced, and nothing is in " in result.stderr
+    assert "keepstep: not durable: nothing was stored: nothing was announced, and nothing is in " in result.stderr
 
 
 def test_no_name_in_an_output_directory_ends_the_agent_or_hides_another(tmp_path: Path) -> None:
@@ -302,10 +302,10 @@ def test_a_kill_while_a_snapshot_is_on_its_way_mixes_no_two_saves(place: Place) 
 
 def test_ls_and_verify_show_snapshots(place: Place) -> None:
     place.run(SAVE, "model")
-    listed = mooring("ls", f"file://{place.store}", "--json")
+    listed = keepstep("ls", f"file://{place.store}", "--json")
     (row,) = json.loads(listed.stdout)["snapshots"]
     assert (row["series"], row["file_count"], row["problem"]) == ("node-0", 1, "")
-    verified = mooring("verify", f"file://{place.store}")
+    verified = keepstep("verify", f"file://{place.store}")
     assert verified.returncode == 0
     assert "every byte is as it was written" in verified.stdout
     assert json_lines(verified.stderr) == []

@@ -41,9 +41,9 @@ class NodeProcess:
 
     def __init__(self, volume: Path, *, steps: int = ENDLESS, save_every: int = 0, **environment: object) -> None:
         self._log = volume.parent / f"{volume.name}.node.log"
-        ours = {name: value for name, value in os.environ.items() if not name.startswith("MOORING_")}
+        ours = {name: value for name, value in os.environ.items() if not name.startswith("KEEPSTEP_")}
         self._environment = (
-            ours | {"MOORING_VOLUME": str(volume)} | {name: str(environment[name]) for name in environment}
+            ours | {"KEEPSTEP_VOLUME": str(volume)} | {name: str(environment[name]) for name in environment}
         )
         self._command = ["node", str(PROGRAM), f"--steps={steps}", f"--save-every={save_every}"]
         self._process: subprocess.Popen[bytes] | None = None
@@ -151,7 +151,7 @@ def test_a_node_program_hears_by_attach_that_it_shall_save_and_that_its_pod_ends
         node.wait_event("attached")
         node.wait_event("begin")
         asked = subprocess.run(
-            [sys.executable, "-m", "mooring_agent", "save", f"--volume={volume}", "--json"],
+            [sys.executable, "-m", "keepstep_agent", "save", f"--volume={volume}", "--json"],
             capture_output=True,
             text=True,
             timeout=_COMMAND_SECONDS,
@@ -168,7 +168,7 @@ def test_a_node_program_hears_by_attach_that_it_shall_save_and_that_its_pod_ends
     assert _stored_steps(rclone_bucket) == [int(last), int(saved.removeprefix("checkpoint-"))]
 
 
-def test_a_node_program_stopped_under_mooring_run_goes_on_bit_identical_on_a_new_disk(
+def test_a_node_program_stopped_under_keepstep_run_goes_on_bit_identical_on_a_new_disk(
     short_directory: Path, rclone_bucket: Bucket
 ) -> None:
     def run(volume: str, *arguments: str) -> RunProcess:
@@ -198,7 +198,7 @@ def test_a_node_program_without_an_agent_says_so_once_and_trains_on_until_there_
 ) -> None:
     volume = tmp_path / "volume"
     with NodeProcess(volume, save_every=50_000) as node:
-        assert "mooring run --to" in node.wait_event("no-answer", "ENOENT")
+        assert "keepstep run --to" in node.wait_event("no-answer", "ENOENT")
         node.wait_event("saved")
         with _agent(volume, rclone_bucket) as agent:
             node.wait_event("committed")
@@ -220,7 +220,7 @@ def test_an_agent_that_accepts_and_never_answers_does_not_hold_a_node_program(sh
     with socket.socket(socket.AF_UNIX) as deaf:
         deaf.bind(str(path))
         deaf.listen()
-        with NodeProcess(short_directory / "volume", steps=100, save_every=10, MOORING_SOCKET=path) as node:
+        with NodeProcess(short_directory / "volume", steps=100, save_every=10, KEEPSTEP_SOCKET=path) as node:
             assert node.wait() == 0, node.output()
             assert len(node.events("no-answer")) == 1
             assert len(node.events("saved")) == 10
@@ -233,7 +233,7 @@ def test_a_refused_announcement_gives_the_reason_and_the_hint_and_training_goes_
     outside = tmp_path / "outside"
     with (
         _agent(volume, rclone_bucket),
-        NodeProcess(volume, steps=100, save_every=50, MOORING_CHECKPOINT_DIRECTORY=outside) as node,
+        NodeProcess(volume, steps=100, save_every=50, KEEPSTEP_CHECKPOINT_DIRECTORY=outside) as node,
     ):
         assert node.wait() == 0, node.output()
         for line in node.events("refused"):
@@ -250,6 +250,6 @@ def test_a_socket_below_a_strange_path_is_found(short_directory: Path, rclone_bu
 
 
 def test_a_path_too_long_for_a_socket_is_refused_in_words(tmp_path: Path) -> None:
-    with NodeProcess(tmp_path / "volume", steps=10, MOORING_SOCKET=tmp_path / ("x" * 100)) as node:
+    with NodeProcess(tmp_path / "volume", steps=10, KEEPSTEP_SOCKET=tmp_path / ("x" * 100)) as node:
         assert node.wait() == 2
-        assert "MOORING_SOCKET" in node.events("error")[0]
+        assert "KEEPSTEP_SOCKET" in node.events("error")[0]

@@ -16,7 +16,7 @@ from tests.servers.fault_proxy import FaultProxy
 from tests.servers.faults import Fault, Request, Rule
 from tests.servers.server import Bucket
 
-from mooring_agent.core.stored.object_layout import PROBE_PREFIX
+from keepstep_agent.core.stored.object_layout import PROBE_PREFIX
 
 MIB = 1024 * 1024
 PART_BYTES = 5 * MIB
@@ -29,7 +29,7 @@ JUST_IN_TIME = 143
 # An agent that answers late on a busy machine is not away: what it is not told, it cannot commit.
 PATIENT_TRAINER = f"""
 import runpy
-from mooring.agent_client import channel
+from keepstep.agent_client import channel
 channel.Channel._call.__kwdefaults__["deadline_seconds"] = channel.ANNOUNCE_SECONDS = {OUTAGE_SECONDS / 6}
 runpy.run_path({str(TRAINER)!r}, run_name="__main__")
 """
@@ -80,7 +80,7 @@ def check_whole(bucket: Bucket, originals: dict[int, dict[str, bytes]], other_vo
 
 
 def marker_writes(proxy: FaultProxy) -> list[Request]:
-    return [one for one in proxy.log if one.method == "PUT" and "/.mooring/commits/" in one.path]
+    return [one for one in proxy.log if one.method == "PUT" and "/.keepstep/commits/" in one.path]
 
 
 def part_writes(proxy: FaultProxy) -> list[Request]:
@@ -146,7 +146,7 @@ def test_a_gateway_that_answers_404_now_and_then_fails_no_checkpoint(
         "complete": ("POST", "?uploadId="),
         "whole": ("PUT", "small.bin"),
         "manifest": ("PUT", "manifest-00000-00001.json"),
-        "marker": ("PUT", "/.mooring/commits/"),
+        "marker": ("PUT", "/.keepstep/commits/"),
     }
     with start_agent(tmp_path / "volume", rclone_bucket, fault_proxy) as agent:
         for name, (method, target) in kinds.items():
@@ -184,7 +184,7 @@ def test_lost_answers_are_settled_by_reading_back_and_nothing_is_sent_or_committ
     for name, method, target in (
         ("create", "POST", ".bin?uploads"),
         ("complete", "POST", ".bin?uploadId="),
-        ("marker", "PUT", "/.mooring/commits/"),
+        ("marker", "PUT", "/.keepstep/commits/"),
     ):
         proxy.add(Rule(name=name, fault=Fault.LOSE_ANSWER, method=method, target=target, times=2))
     with start_agent(tmp_path / "volume", bucket, proxy) as agent:
@@ -196,7 +196,7 @@ def test_lost_answers_are_settled_by_reading_back_and_nothing_is_sent_or_committ
 
 
 def test_requests_that_arrive_twice_commit_once(bucket: Bucket, proxy: FaultProxy, tmp_path: Path) -> None:
-    for name, method, target in (("complete", "POST", ".bin?uploadId="), ("marker", "PUT", "/.mooring/commits/")):
+    for name, method, target in (("complete", "POST", ".bin?uploadId="), ("marker", "PUT", "/.keepstep/commits/")):
         proxy.add(Rule(name=name, fault=Fault.DUPLICATE, method=method, target=target, times=3))
     with start_agent(tmp_path / "volume", bucket, proxy) as agent:
         originals = commit_three(agent)

@@ -22,7 +22,7 @@ from tests.harness.bucket_view import BucketView
 from tests.servers.fault_proxy import FaultProxy
 from tests.servers.server import Bucket
 
-from mooring_api.v1 import agent_pb2
+from keepstep_api.v1 import agent_pb2
 
 # They bound a hang.
 pytestmark = pytest.mark.timeout(300)
@@ -101,7 +101,7 @@ class Bytes:
         return {
             key.removeprefix(prefix): hashlib.sha256(self.view.read(key)).digest()
             for key in self.view.keys(prefix)
-            if "/.mooring/" not in key
+            if "/.keepstep/" not in key
         }
 
 
@@ -170,7 +170,7 @@ def test_what_is_overwritten_during_its_upload_is_never_committed_as_a_mix(
 
 def _is_stored(view: BucketView, generations: dict[bytes, int], generation: int) -> bool:
     """Whether a committed snapshot has sent the files of that generation."""
-    saves = [marker.rpartition("/")[2].split(".")[1] for marker in view.keys(".mooring/snapshots/")]
+    saves = [marker.rpartition("/")[2].split(".")[1] for marker in view.keys(".keepstep/snapshots/")]
     keys = [key for save in saves for key in view.keys(f"node-0/{save}/") if key.endswith("model.pt")]
     return any(generations.get(hashlib.sha256(view.read(key)).digest()) == generation for key in keys)
 
@@ -241,7 +241,7 @@ def test_a_snapshot_of_files_that_are_being_overwritten_is_of_one_save_or_the_ot
                 break
         last = generation
         wait_until(partial(_is_stored, view, generations, last), 120, "the last one is committed")
-    for marker in view.keys(".mooring/snapshots/"):
+    for marker in view.keys(".keepstep/snapshots/"):
         save = marker.rpartition("/")[2].split(".")[1]
         stored = {
             key.rpartition("/")[2]: hashlib.sha256(view.read(key)).digest()

@@ -30,8 +30,8 @@ class Trainer:
         self.steps = agent.volume.parent / "steps.log"
         environment = {
             **os.environ,
-            "MOORING_VOLUME": str(agent.volume),
-            "MOORING_SOCKET": str(agent.socket),
+            "KEEPSTEP_VOLUME": str(agent.volume),
+            "KEEPSTEP_SOCKET": str(agent.socket),
             "STEPS": "1000000",
             "EVERY": "1000000",
             "SAVE_BYTES": str(1024 * 1024),

@@ -1,4 +1,4 @@
-"""A trainer that makes no steps is said to be stuck, by the real agent, and `mooring run` ends it if it is told to."""
+"""A trainer that makes no steps is said to be stuck, by the real agent, and `keepstep run` ends it if it is told to."""
 
 import subprocess
 import sys
@@ -13,8 +13,8 @@ from tests.harness.agent_process import wait_until
 from tests.harness.run_process import RunProcess
 from tests.servers.process import free_port
 
-from mooring_agent.cli.agent_call import agent_stub
-from mooring_api.v1 import agent_pb2
+from keepstep_agent.cli.agent_call import agent_stub
+from keepstep_api.v1 import agent_pb2
 
 WAIT_SECONDS = 120.0
 STUCK_EXIT_CODE = 77
@@ -26,8 +26,8 @@ PROGRAM = textwrap.dedent(
     if os.environ.pop("STUCK_CHILD", ""):
         os.environ["IS_RANK"] = "1"
         sys.exit(subprocess.run([sys.executable, __file__]).returncode)
-    import mooring
-    checkpointer = mooring.Checkpointer()
+    import keepstep
+    checkpointer = keepstep.Checkpointer()
     checkpointer.resume()
     for step in range(1, 11):
         if checkpointer.should_save(step, every=10):
@@ -54,7 +54,7 @@ def stuck_run(tmp_path: Path, *, environment: dict[str, str] | None = None, **se
 
 
 def status(run: RunProcess) -> agent_pb2.Status:
-    with agent_stub(str(run.volume / ".mooring" / "agent.sock")) as stub:
+    with agent_stub(str(run.volume / ".keepstep" / "agent.sock")) as stub:
         found: agent_pb2.Status = stub.GetStatus(agent_pb2.GetStatusRequest(), timeout=WAIT_SECONDS)
     return found
 
@@ -71,15 +71,15 @@ def test_a_stuck_trainer_is_said_in_log_status_metrics_and_to_probes(tmp_path: P
         assert (found.step, found.stuck) == (step, True)
         assert found.age_seconds >= 2
         shown = subprocess.run(
-            [sys.executable, "-m", "mooring_agent", "status", "--volume", str(run.volume)],
+            [sys.executable, "-m", "keepstep_agent", "status", "--volume", str(run.volume)],
             capture_output=True,
             text=True,
             timeout=WAIT_SECONDS,
         )
         assert f"trainer: stuck at step {step} for " in shown.stdout
         metrics = urllib.request.urlopen(f"http://{address}/metrics", timeout=WAIT_SECONDS).read().decode()
-        assert f"mooring_trainer_step {step}.0" in metrics
-        assert "mooring_trainer_stuck 1.0" in metrics
+        assert f"keepstep_trainer_step {step}.0" in metrics
+        assert "keepstep_trainer_stuck 1.0" in metrics
         with pytest.raises(urllib.error.HTTPError, match="503"):
             urllib.request.urlopen(f"http://{address}/progressz", timeout=WAIT_SECONDS)
         # Nobody asked for more than that.

@@ -19,9 +19,9 @@ from tests.servers.fault_proxy import FaultProxy
 from tests.servers.faults import Fault, Request, Rule
 from tests.servers.server import Bucket
 
-from mooring_agent.core.stored.object_layout import check_token
-from mooring_api.names import AGENT_STATE_DIRECTORY, JOURNAL, STATE_DIRECTORY
-from mooring_api.v1 import agent_pb2
+from keepstep_agent.core.stored.object_layout import check_token
+from keepstep_api.names import AGENT_STATE_DIRECTORY, JOURNAL, STATE_DIRECTORY
+from keepstep_api.v1 import agent_pb2
 
 MIB = 1024 * 1024
 PART_BYTES = 5 * MIB
@@ -106,8 +106,8 @@ MOMENTS: dict[str, Callable[[Request], bool]] = {
     "an upload begins": lambda request: request.method == "POST" and request.query.startswith("uploads"),
     "a part is sent": lambda request: request.method == "PUT" and "partNumber=2" in request.query,
     "a file is completed": lambda request: request.method == "POST" and "uploadId=" in request.query,
-    "the manifest": lambda request: request.method == "PUT" and "/.mooring/manifest-" in request.path,
-    "the marker": lambda request: request.method == "PUT" and "/.mooring/commits/" in request.path,
+    "the manifest": lambda request: request.method == "PUT" and "/.keepstep/manifest-" in request.path,
+    "the marker": lambda request: request.method == "PUT" and "/.keepstep/commits/" in request.path,
 }
 
 
@@ -202,7 +202,7 @@ def test_a_local_rank_that_dies_before_its_last_save_does_not_hold_the_agent_up(
         killed.die()
         # Rank 0 lives on; it may well wait for rank 1.
         assert agent.wait(grace_seconds / 2) == 75, agent.log_text()
-    assert "mooring: not durable: checkpoint-2 (step 2, just-in-time) is announced" in agent.log_text()
+    assert "keepstep: not durable: checkpoint-2 (step 2, just-in-time) is announced" in agent.log_text()
     view = BucketView(rclone_bucket)
     assert view.steps() == [1]
     assert tree(pod.restore(view, tmp_path)) == original
@@ -239,7 +239,7 @@ def test_two_pods_of_two_ranks_commit_when_both_have_sealed_and_not_before(
     held, free = pods[last], pods[1 - last]
     originals = [tree(pod.write(1)) for pod in pods]
     # All but its manifest.
-    held.proxy.add(Rule(name="held", fault=Fault.STATUS, method="PUT", target="/.mooring/manifest-", times=-1))
+    held.proxy.add(Rule(name="held", fault=Fault.STATUS, method="PUT", target="/.keepstep/manifest-", times=-1))
     for pod in pods:
         pod.announce(1)
     wait_until(lambda: free.phase(1) == agent_pb2.PHASE_SEALED, 60, "one pod has sealed")
@@ -281,7 +281,7 @@ def test_when_one_pod_is_killed_before_it_sealed_both_restore_the_checkpoint_bef
             killed.announce(2, [3])
         case "before it sealed":
             killed.proxy.add(
-                Rule(name="held", fault=Fault.BLACKHOLE, method="PUT", target="/.mooring/manifest-", times=-1)
+                Rule(name="held", fault=Fault.BLACKHOLE, method="PUT", target="/.keepstep/manifest-", times=-1)
             )
             killed.announce(2)
             wait_until(lambda: killed.proxy.hits("held") > 0, 60, "its manifest is on the way")
@@ -298,7 +298,7 @@ def test_when_one_pod_is_killed_before_it_sealed_both_restore_the_checkpoint_bef
 
 def part_sizes(view: BucketView, path: str) -> list[int]:
     """Of this file in the manifests of the second step's save, by rank."""
-    keys = sorted(view.keys(f"checkpoint-2/{save_of(2)}/.mooring/manifest-"))
+    keys = sorted(view.keys(f"checkpoint-2/{save_of(2)}/.keepstep/manifest-"))
     ranks = [rank for key in keys for rank in json.loads(view.read(key))["ranks"]]
     files = [file for rank in ranks for file in rank["files"]]
     return [file["part_size"] for file in files if file["path"] == path]

@@ -1,4 +1,4 @@
-"""`mooring run` with a launcher that ends before its ranks: they save just in time all the same, or are given up."""
+"""`keepstep run` with a launcher that ends before its ranks: they save just in time all the same, or are given up."""
 
 import os
 import signal
@@ -27,8 +27,8 @@ sys.exit(rank.wait())
 NEVER_SAVES = """
 import os, time
 from pathlib import Path
-import mooring
-checkpointer = mooring.Checkpointer()
+import keepstep
+checkpointer = keepstep.Checkpointer()
 checkpointer.resume()
 print("ready", flush=True)
 deadline = time.monotonic() + 300

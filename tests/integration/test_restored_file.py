@@ -14,7 +14,7 @@ from tests.harness.bucket_view import BucketView
 from tests.harness.warm_python import warm_python
 from tests.servers.server import Bucket
 
-from mooring_api import names
+from keepstep_api import names
 
 # They bound a hang: importing a framework alone takes half a minute on a busy machine.
 pytestmark = pytest.mark.timeout(400)

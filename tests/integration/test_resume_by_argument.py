@@ -1,4 +1,4 @@
-"""`mooring run` tells the program where restore has put a checkpoint, for scripts that resume by an argument."""
+"""`keepstep run` tells the program where restore has put a checkpoint, for scripts that resume by an argument."""
 
 import shutil
 import sys
@@ -7,17 +7,17 @@ from pathlib import Path
 import pytest
 from tests.harness.run_process import RunProcess
 
-from mooring_api.names import ENV_RESUME
+from keepstep_api.names import ENV_RESUME
 
-LINE = """exec python script.py ${MOORING_RESUME:+--resume_from_checkpoint "$MOORING_RESUME"}"""
+LINE = """exec python script.py ${KEEPSTEP_RESUME:+--resume_from_checkpoint "$KEEPSTEP_RESUME"}"""
 SCRIPT = """
 import os, signal, sys
 from pathlib import Path
-import mooring
+import keepstep
 print("arguments:", *sys.argv[1:], flush=True)
 resumed = Path(sys.argv[2]) if sys.argv[1:] else None
 step = int((resumed / "step").read_text()) + 1 if resumed else 1
-checkpointer = mooring.Checkpointer()
+checkpointer = keepstep.Checkpointer()
 checkpointer.resume()
 with checkpointer.save(step) as directory:
     (directory / "step").write_text(str(step))
@@ -56,7 +56,7 @@ def test_a_run_that_restores_nothing_names_no_earlier_checkpoint(tmp_path: Path,
     for restore in ("whole", "whole", "off"):
         with RunProcess(**options, restore=restore) as run:  # type: ignore[arg-type]
             assert run.wait() == 0, run.output()
-    shutil.rmtree(tmp_path / "store" / ".mooring" / "commits")
+    shutil.rmtree(tmp_path / "store" / ".keepstep" / "commits")
     with RunProcess(**options) as run:  # type: ignore[arg-type]
         assert run.wait() == 0, run.output()
     option = f"--resume_from_checkpoint {volume}/checkpoints/checkpoint-1"

@@ -8,12 +8,12 @@ from typing import Any
 from tests.harness.agent_process import AgentProcess, wait_until, write_checkpoint
 from tests.harness.bucket_view import step_of
 
-from mooring_agent.core.stored.object_layout import pin_key
-from mooring_api.v1 import agent_pb2
+from keepstep_agent.core.stored.object_layout import pin_key
+from keepstep_api.v1 import agent_pb2
 
 
 def _steps(folder: Path) -> list[int]:
-    return sorted(step_of(path.name) for path in (folder / ".mooring/commits").glob("*.json"))
+    return sorted(step_of(path.name) for path in (folder / ".keepstep/commits").glob("*.json"))
 
 
 def _names_with_files(folder: Path) -> set[str]:

@@ -1,4 +1,4 @@
-"""`mooring run` when its agent dies at a bad moment, or has a store that it cannot reach."""
+"""`keepstep run` when its agent dies at a bad moment, or has a store that it cannot reach."""
 
 import os
 import signal
@@ -20,7 +20,7 @@ from tests.servers.server import Bucket
 @contextmanager
 def next_agent_held(volume: Path) -> Iterator[None]:
     """Meanwhile an agent that starts finds a link for a journal, ends, and is started again."""
-    journal = volume / ".mooring" / "agent" / "journal.sqlite3"
+    journal = volume / ".keepstep" / "agent" / "journal.sqlite3"
     aside = journal.rename(journal.with_name("aside"))
     journal.symlink_to("nowhere")
     yield
@@ -76,7 +76,7 @@ def test_a_program_that_ends_without_an_agent_keeps_its_code_and_its_checkpoint_
 BREAK_THE_VOLUME = """
 import os, signal, sys
 from pathlib import Path
-state_directory = Path(os.environ["MOORING_VOLUME"]) / ".mooring"
+state_directory = Path(os.environ["KEEPSTEP_VOLUME"]) / ".keepstep"
 state_directory.rename(state_directory.with_name("away"))
 state_directory.write_text("no directory")
 runner = os.getppid()

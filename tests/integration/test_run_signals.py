@@ -1,4 +1,4 @@
-"""`mooring run` and signals: early ones, those that the program handles itself, and those of a terminal."""
+"""`keepstep run` and signals: early ones, those that the program handles itself, and those of a terminal."""
 
 import os
 import signal
@@ -27,7 +27,7 @@ def silent_store() -> Iterator[str]:
 @contextmanager
 def journal_held(volume: Path) -> Iterator[None]:
     """While somebody else holds the journal, an agent is starting."""
-    state_directory = volume / ".mooring" / "agent"
+    state_directory = volume / ".keepstep" / "agent"
     state_directory.mkdir(parents=True, exist_ok=True)
     with closing(sqlite3.connect(state_directory / "journal.sqlite3", isolation_level=None)) as connection:
         connection.execute("PRAGMA journal_mode=WAL")

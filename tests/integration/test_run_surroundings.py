@@ -1,4 +1,4 @@
-"""`mooring run` beside another run, below srun or nohup, killed, and when nobody reads what it says."""
+"""`keepstep run` beside another run, below srun or nohup, killed, and when nobody reads what it says."""
 
 import os
 import signal
@@ -21,7 +21,7 @@ def test_a_second_run_on_a_volume_is_refused_and_named_the_first(tmp_path: Path)
         again = [
             sys.executable,
             "-m",
-            "mooring_agent",
+            "keepstep_agent",
             "run",
             "--to",
             destination,
@@ -33,7 +33,7 @@ def test_a_second_run_on_a_volume_is_refused_and_named_the_first(tmp_path: Path)
         second = subprocess.run(again, capture_output=True, text=True, timeout=90, check=False)
         assert second.returncode == 1
         holder = f"process {first.process.pid} on {socket.gethostname()}"
-        assert second.stderr.splitlines()[0] == f"error: another `mooring run` uses the volume {volume}: {holder}"
+        assert second.stderr.splitlines()[0] == f"error: another `keepstep run` uses the volume {volume}: {holder}"
         assert second.stderr.splitlines()[1].startswith("hint: ")
         first.kill_agent()
         first.signal(signal.SIGTERM)
@@ -50,7 +50,7 @@ def test_a_run_of_srun_is_warned_that_its_ranks_have_no_agent(tmp_path: Path) ->
     with RunProcess(tmp_path / "volume", f"file://{tmp_path}/store", command=command, trainer={"STEPS": 1}) as run:
         assert run.wait() == 0, run.output()
     (warning,) = run.log("run.launcher")
-    assert "write srun before mooring" in warning["problem"]
+    assert "write srun before keepstep" in warning["problem"]
 
 
 def runs(pid: int) -> bool:
@@ -88,7 +88,7 @@ def test_a_run_whose_stderr_nobody_reads_any_more_still_saves_just_in_time(
 ) -> None:
     step_log = tmp_path / "steps.log"
     environment = {"STEPS": "100000", "EVERY": "0", "SAVE_BYTES": "100000", "STEP_SECONDS": "0.02"}
-    command = [sys.executable, "-m", "mooring_agent", "run", "--to", rclone_bucket.destination]
+    command = [sys.executable, "-m", "keepstep_agent", "run", "--to", rclone_bucket.destination]
     command += ["--volume", str(tmp_path / "volume"), "--endpoint-url", rclone_bucket.endpoint_url]
     reading, writing = os.pipe()
     try:

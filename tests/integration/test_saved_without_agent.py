@@ -16,18 +16,18 @@ from tests.harness.run_process import RunProcess
 from tests.servers.fault_proxy import FaultProxy
 from tests.servers.server import Bucket
 
-from mooring.checkpoints.records import Kind, Record, RecordedFile, write_record
-from mooring_api import names
-from mooring_api.v1 import agent_pb2
+from keepstep.checkpoints.records import Kind, Record, RecordedFile, write_record
+from keepstep_api import names
+from keepstep_api.v1 import agent_pb2
 
 # One step for every line on its standard input; it never calls `finish`.
 PROGRAM = """
 import sys
-import mooring
-from mooring.agent_client import channel
+import keepstep
+from keepstep.agent_client import channel
 # An agent that answers late on a busy machine is not away.
 channel.Channel._call.__kwdefaults__["deadline_seconds"] = channel.ANNOUNCE_SECONDS = 60.0
-checkpointer = mooring.Checkpointer()
+checkpointer = keepstep.Checkpointer()
 checkpointer.resume()
 print("ready", flush=True)
 for line in sys.stdin:
@@ -123,7 +123,7 @@ def test_what_an_agent_had_is_not_taken_up_by_the_next_one(tmp_path: Path) -> No
             wait_until(lambda: "checkpoint-200" in committed(agent), 60, "it is committed")
         agent.kill()
         # Not even one that has forgotten everything.
-        (volume / ".mooring/agent/journal.sqlite3").unlink()
+        (volume / ".keepstep/agent/journal.sqlite3").unlink()
         agent.start()
         with program(volume):
             pass
@@ -145,7 +145,7 @@ def test_what_a_forgotten_agent_committed_ends_committed_though_the_store_was_si
         # Neither its answer nor its journal is left.
         record = volume / names.STATE_DIRECTORY / names.RECORDS_DIRECTORY / "checkpoint-100.json"
         record.write_text(json.dumps({**json.loads(record.read_text()), "announced": False, "committed": False}))
-        (volume / ".mooring/agent/journal.sqlite3").unlink()
+        (volume / ".keepstep/agent/journal.sqlite3").unlink()
         fault_proxy.outage(True)
         agent.start()
         wait_until(lambda: bool(agent.log("unannounced.found")), 60, "it is announced again")
@@ -159,8 +159,8 @@ def test_what_a_forgotten_agent_committed_ends_committed_though_the_store_was_si
 KILLS_THE_AGENT = """
 import os, signal
 from pathlib import Path
-import mooring
-checkpointer = mooring.Checkpointer()
+import keepstep
+checkpointer = keepstep.Checkpointer()
 runner = os.getppid()
 for pid in Path(f"/proc/{runner}/task/{runner}/children").read_text().split():
     if b"agent" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\\0"):
@@ -184,8 +184,8 @@ def test_a_run_whose_agent_and_then_program_are_killed_stores_what_was_saved_bet
 
 
 RESUMES = """
-import mooring
-checkpointer = mooring.Checkpointer()
+import keepstep
+checkpointer = keepstep.Checkpointer()
 path = checkpointer.resume()
 print("resumes", (path / "state").read_text(), flush=True)
 checkpointer.finish()

@@ -21,7 +21,7 @@ def start_agent(volume: Path, bucket: Bucket, endpoint_url: str = "") -> AgentPr
 
 
 def is_pack(request: Request) -> bool:
-    return request.method == "PUT" and "/.mooring/pack-" in request.path
+    return request.method == "PUT" and "/.keepstep/pack-" in request.path
 
 
 def accepted_packs(proxy: FaultProxy) -> Counter[str]:
@@ -34,7 +34,7 @@ def test_many_small_files_are_a_few_archives_that_tar_unpacks_and_restore_brings
 ) -> None:
     bucket: Bucket = request.getfixturevalue(f"{server}_bucket")
     if bucket.ca_bundle:
-        monkeypatch.setenv("MOORING_S3_CA_BUNDLE", str(bucket.ca_bundle))
+        monkeypatch.setenv("KEEPSTEP_S3_CA_BUNDLE", str(bucket.ca_bundle))
     view = BucketView(bucket)
     with start_agent(tmp_path / "volume", bucket) as agent:
         source = write_checkpoint(agent.checkpoints / "checkpoint-1", SMALL | LARGE)

@@ -16,7 +16,7 @@ from tests.servers.fault_proxy import FaultProxy
 from tests.servers.faults import Fault, Rule
 from tests.servers.server import Bucket
 
-from mooring_api.v1 import agent_pb2
+from keepstep_api.v1 import agent_pb2
 
 MIB = 1024 * 1024
 # So long that nobody takes a slow machine for an agent that waits for the end of it.
@@ -59,7 +59,7 @@ class Pod:
 
     def not_durable(self) -> list[str]:
         """What the agent said on leaving, one line per checkpoint."""
-        return [line for line in self.agent.log_text().splitlines() if line.startswith("mooring: not durable: ")]
+        return [line for line in self.agent.log_text().splitlines() if line.startswith("keepstep: not durable: ")]
 
     def stored_steps(self) -> list[int]:
         """Steps with a commit marker, straight from the server."""

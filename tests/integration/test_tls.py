@@ -22,7 +22,7 @@ def make_agent(volume: Path, bucket: Bucket, **settings: Any) -> AgentProcess:
 
 
 def restore(bucket: Bucket, volume: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
-    line = [sys.executable, "-m", "mooring_agent", "restore", bucket.destination, f"--volume={volume}"]
+    line = [sys.executable, "-m", "keepstep_agent", "restore", bucket.destination, f"--volume={volume}"]
     line += [f"--endpoint-url={bucket.endpoint_url}", *arguments]
     return subprocess.run(line, capture_output=True, text=True, timeout=COMMAND_SECONDS, check=False)
 

@@ -73,7 +73,7 @@ def attempts(bucket: Bucket, tmp_path: Path) -> Iterator[dict[str, Attempt]]:
 
 
 # Where the line of the one that shall commit last goes dead: in the middle of its bytes, or just before its marker.
-DEAD_ENDS = {"its bytes": "partNumber=2", "its marker": "/.mooring/commits/"}
+DEAD_ENDS = {"its bytes": "partNumber=2", "its marker": "/.keepstep/commits/"}
 
 
 @pytest.mark.parametrize(("last", "dead_end"), list(zip(NAMES, DEAD_ENDS, strict=True)))
@@ -114,7 +114,7 @@ def test_after_a_restart_with_the_same_volume_the_late_commit_changes_nothing(
 ) -> None:
     first, last = NAMES
     held, free = attempts[last], attempts[first]
-    held.proxy.add(Rule(name="dead", fault=Fault.BLACKHOLE, method="PUT", target="/.mooring/commits/", times=-1))
+    held.proxy.add(Rule(name="dead", fault=Fault.BLACKHOLE, method="PUT", target="/.keepstep/commits/", times=-1))
     held.announce()
     wait_until(lambda: held.proxy.hits("dead") > 0, 60, "its marker is on the way")
     held.agent.kill()
@@ -137,7 +137,7 @@ def test_conditional_writes_are_used_where_the_store_has_them_and_not_missed_whe
     markers = [
         one
         for one in attempt.proxy.log
-        if one.method == "PUT" and f"/.mooring/commits/{10**12 - 1 - STEP}." in one.path
+        if one.method == "PUT" and f"/.keepstep/commits/{10**12 - 1 - STEP}." in one.path
     ]
     has_conditions = request.node.callspec.params["bucket"] == "with conditional writes"
     assert attempt.agent.log("store.probed")[0]["conditional_put"] is has_conditions

@@ -9,13 +9,13 @@ import sys
 import time
 from pathlib import Path
 
-import mooring
+import keepstep
 
 
 def main() -> None:
     steps, every = int(os.environ["STEPS"]), int(os.environ["EVERY"])
     payload = os.urandom(int(os.environ["SAVE_BYTES"]))
-    checkpointer = mooring.Checkpointer()
+    checkpointer = keepstep.Checkpointer()
     path = checkpointer.resume()
     step = int((path / "step").read_text()) if path else 0
     with Path(os.environ["STEP_LOG"]).open("a") as log:

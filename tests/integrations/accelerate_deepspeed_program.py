@@ -13,7 +13,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DeepSpeedPlugin, ProjectConfiguration, set_seed
 
-import mooring
+import keepstep
 
 CONFIG = {
     "train_micro_batch_size_per_gpu": 4,
@@ -51,10 +51,10 @@ def main() -> None:
     accelerator: Any = Accelerator(
         deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=CONFIG),
         project_config=ProjectConfiguration(
-            project_dir=os.environ["MOORING_CHECKPOINT_DIRECTORY"], automatic_checkpoint_naming=True
+            project_dir=os.environ["KEEPSTEP_CHECKPOINT_DIRECTORY"], automatic_checkpoint_naming=True
         ),
     )
-    mooring.protect(accelerator)
+    keepstep.protect(accelerator)
     layer = torch.nn.Linear(4, 1)
     data = torch.utils.data.TensorDataset(torch.randn(64, 4))
     model, optimizer, loader = accelerator.prepare(

@@ -14,8 +14,8 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import ProjectConfiguration, set_seed
 
-import mooring
-from mooring.integrations import ownership
+import keepstep
+from keepstep.integrations import ownership
 
 
 class Program:
@@ -31,7 +31,7 @@ class Program:
                 project_dir=str(arguments.output), automatic_checkpoint_naming=automatic
             ),
         )
-        mooring.protect(mooring.protect(self._accelerator))
+        keepstep.protect(keepstep.protect(self._accelerator))
         if arguments.trainer_owns:
             ownership.claim(ownership.Owner.TRAINER)
         data = torch.utils.data.TensorDataset(torch.randn(64, 4))
@@ -112,7 +112,7 @@ def main() -> None:
     parser.add_argument("--accumulation", type=int, default=1)
     parser.add_argument("--loop", choices=["accumulate", "plain", "bare"], default="plain")
     parser.add_argument("--names", choices=["automatic", "steps"], default="automatic")
-    parser.add_argument("--output", type=Path, default=Path(os.environ["MOORING_CHECKPOINT_DIRECTORY"]))
+    parser.add_argument("--output", type=Path, default=Path(os.environ["KEEPSTEP_CHECKPOINT_DIRECTORY"]))
     parser.add_argument("--load", nargs="?", const="")
     parser.add_argument("--told-at", type=json.loads)
     parser.add_argument("--killed-in-save", type=int)

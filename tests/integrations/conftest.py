@@ -9,8 +9,8 @@ import pytest
 from tests.client.agent_server import AgentServer, serving
 from tests.client.conftest import WAIT_SECONDS, set_deadlines
 
-from mooring.gate.sigterm import Sigterm
-from mooring_api import names
+from keepstep.gate.sigterm import Sigterm
+from keepstep_api import names
 
 
 @pytest.fixture(autouse=True)

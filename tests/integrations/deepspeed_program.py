@@ -12,7 +12,7 @@ from pathlib import Path
 import deepspeed
 import torch
 
-import mooring
+import keepstep
 
 CONFIG = {
     "train_micro_batch_size_per_gpu": 2,
@@ -42,7 +42,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=4)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--save-every", type=int, default=2)
-    parser.add_argument("--output", type=Path, default=Path(os.environ["MOORING_CHECKPOINT_DIRECTORY"]))
+    parser.add_argument("--output", type=Path, default=Path(os.environ["KEEPSTEP_CHECKPOINT_DIRECTORY"]))
     parser.add_argument("--load", type=Path)
     parser.add_argument("--tag")
     parser.add_argument("--weights-only", action="store_true")
@@ -56,7 +56,7 @@ def main() -> None:
     model = torch.nn.Linear(arguments.width, 1)
     optimizer = torch.optim.AdamW(model.parameters())
     engine, _, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=CONFIG)
-    mooring.protect(mooring.protect(engine))
+    keepstep.protect(keepstep.protect(engine))
     engine.train(not arguments.eval_mode)
     state = {"mine": 0}
     if arguments.load is not None:

@@ -1,4 +1,4 @@
-"""A ZeRO training that knows nothing of Mooring and goes on from the universal form of its last checkpoint.
+"""A ZeRO training that knows nothing of Keepstep and goes on from the universal form of its last checkpoint.
 
     deepspeed_universal.py OUTPUT STEPS
 

@@ -2,8 +2,8 @@
 
     killed_trainer.py OUTPUT [MOMENT]
 
-With a moment it is protected by Mooring and killed then; without, it knows nothing of Mooring. Prints the step that it
-began after, and the loss of each step.
+With a moment it is protected by Keepstep and killed then; without, it knows nothing of Keepstep. Prints the step that
+it began after, and the loss of each step.
 """
 
 import json
@@ -110,7 +110,7 @@ MOMENTS: Final[Mapping[str, Callable[[Any], None]]] = MappingProxyType(
 
 def main() -> None:
     output, *moment = sys.argv[1:]
-    os.environ["MOORING_ASYNCHRONOUS_SAVES"] = "true"
+    os.environ["KEEPSTEP_ASYNCHRONOUS_SAVES"] = "true"
     transformers.set_seed(7)
     config = transformers.LlamaConfig(
         vocab_size=32,
@@ -136,7 +136,7 @@ def main() -> None:
         model=transformers.LlamaForCausalLM(config), args=arguments, train_dataset=Counting(), eval_dataset=Counting()
     )
     if moment:
-        from mooring import protect
+        from keepstep import protect
 
         protect(trainer)
         MOMENTS[moment[0]](trainer)

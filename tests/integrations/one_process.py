@@ -10,7 +10,7 @@ from typing import Any, Final
 from tests.harness.warm_python import warm_python
 from tests.servers.process import free_port
 
-from mooring_api import names
+from keepstep_api import names
 
 # It bounds a hang and judges no speed.
 END_SECONDS: Final = 200.0

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tests.integrations.one_process import OneProcess
 
-from mooring_api.names import JUST_IN_TIME_EXIT_CODE
+from keepstep_api.names import JUST_IN_TIME_EXIT_CODE
 
 pytest.importorskip("accelerate")
 pytestmark = pytest.mark.timeout(600)
@@ -99,7 +99,7 @@ def test_under_a_trainer_that_owns_the_run_nothing_is_announced_or_asked(trainer
     assert trainer.records() == []
 
 
-def test_after_the_training_sigterm_ends_the_program_as_without_mooring(trainer: OneProcess) -> None:
+def test_after_the_training_sigterm_ends_the_program_as_without_keepstep(trainer: OneProcess) -> None:
     ended = trainer.run("--told-at", '["6", "end"]')
     assert ended.code == -15, ended.errors
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from mooring.framework_run import FrameworkRun
-from mooring.integrations import dcp, ownership
+from keepstep.framework_run import FrameworkRun
+from keepstep.integrations import dcp, ownership
 
 
 class Run:
@@ -151,7 +151,7 @@ def test_an_error_of_ours_costs_one_warning_and_no_save(
     for step in (5, 10):
         assert saver.save({}, checkpoint_id=f"/volume/step-{step}") is saver.saved
     assert capsys.readouterr().err == (
-        "mooring: torch.distributed.checkpoint is not protected: RuntimeError: on purpose\n"
+        "keepstep: torch.distributed.checkpoint is not protected: RuntimeError: on purpose\n"
     )
 
 

@@ -13,8 +13,8 @@ from tests.harness.warm_python import TRAINER_ENVIRONMENT
 from tests.integrations.one_process import END_SECONDS, OneProcess
 from tests.servers.process import free_port
 
-from mooring.integrations.deepspeed import other_ranks_error
-from mooring_api.names import JUST_IN_TIME_EXIT_CODE
+from keepstep.integrations.deepspeed import other_ranks_error
+from keepstep_api.names import JUST_IN_TIME_EXIT_CODE
 
 pytest.importorskip("deepspeed")
 pytestmark = pytest.mark.timeout(600)
@@ -112,7 +112,7 @@ def test_a_universal_checkpoint_comes_back_with_the_file_that_names_it(tmp_path:
     ranks = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
 
     def lines(store: str, until: int) -> list[str]:
-        """What it prints under `mooring run`; its disk is lost then."""
+        """What it prints under `keepstep run`; its disk is lost then."""
         run = RunProcess(
             tmp_path / f"{store}-{until}",
             f"file://{tmp_path / store}",

@@ -7,7 +7,7 @@ from tests.servers.fault_proxy import FaultProxy
 from tests.servers.server import Bucket
 from tests.torch_loop.pods import Pods
 
-from mooring.integrations.deepspeed import files_of
+from keepstep.integrations.deepspeed import files_of
 
 pytest.importorskip("deepspeed")
 PROGRAM = Path(__file__).with_name("deepspeed_program.py")

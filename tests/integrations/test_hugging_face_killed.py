@@ -1,4 +1,4 @@
-"""A Trainer that is killed under Mooring can be started again without it, by the Trainer's own rules alone.
+"""A Trainer that is killed under Keepstep can be started again without it, by the Trainer's own rules alone.
 
 The moments of a save that is written behind the training are in tests/trainers/test_killed_moments.py.
 """

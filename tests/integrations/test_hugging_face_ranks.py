@@ -10,8 +10,8 @@ import pytest
 from tests.trainers.job import SLOW_SECONDS, Job
 from tests.trainers.tensors import digests
 
-from mooring.checkpoints.records import Kind, read_records
-from mooring_api import names
+from keepstep.checkpoints.records import Kind, read_records
+from keepstep_api import names
 
 pytest.importorskip("transformers")
 pytestmark = [pytest.mark.trainers, pytest.mark.timeout(900)]

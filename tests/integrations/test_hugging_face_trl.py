@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from tests.integrations.conftest import leaving
 
-from mooring import protect
-from mooring.integrations import ownership
-from mooring.integrations.hugging_face import protection
-from mooring_api import names
+from keepstep import protect
+from keepstep.integrations import ownership
+from keepstep.integrations.hugging_face import protection
+from keepstep_api import names
 
 transformers: Any = pytest.importorskip("transformers")
 trl: Any = pytest.importorskip("trl")

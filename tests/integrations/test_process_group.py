@@ -8,11 +8,11 @@ from types import ModuleType
 
 import pytest
 
-from mooring.autoload.zero_code import TRAINERS
-from mooring.errors import ErrorKind, VolumeError
-from mooring.framework_run import FrameworkRun
-from mooring.integrations import process_group
-from mooring_api import names
+from keepstep.autoload.zero_code import TRAINERS
+from keepstep.errors import ErrorKind, VolumeError
+from keepstep.framework_run import FrameworkRun
+from keepstep.integrations import process_group
+from keepstep_api import names
 
 NEWEST = Path("/volume/checkpoints/step-10")
 
@@ -62,7 +62,7 @@ def make_group(asked: list[str]) -> MakeGroup:
 
 
 def test_all_frameworks_that_autoload_hooks_are_known() -> None:
-    assert {module for module, _ in TRAINERS} | {"mooring.torch_loop"} == process_group._ASK_THEMSELVES
+    assert {module for module, _ in TRAINERS} | {"keepstep.torch_loop"} == process_group._ASK_THEMSELVES
 
 
 def test_the_newest_is_brought_once_the_ranks_have_met_and_named(make_group: MakeGroup, asked: list[str]) -> None:
@@ -114,7 +114,7 @@ def test_without_a_launcher_every_group_is_the_jobs(
 def test_ranks_that_cannot_choose_end_the_program(
     make_group: MakeGroup, asked: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Run, "newest_or_error", SystemExit("mooring: not restored"))
+    monkeypatch.setattr(Run, "newest_or_error", SystemExit("keepstep: not restored"))
     with pytest.raises(SystemExit, match="not restored"):
         make_group()
     assert asked == ["met", "newest", "close"]

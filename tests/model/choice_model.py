@@ -1,7 +1,7 @@
 """An exhaustive explicit-state model of how ranks choose what to resume from, around the client's real code.
 
 The world is a model: what is committed, the pods' agents, the ranks' store, and what may happen to them. The ranks are
-not: they run `mooring.resuming` and `mooring.ranks.coordinator`, and an agent lists with `RestorableListing`. A rank
+not: they run `keepstep.resuming` and `keepstep.ranks.coordinator`, and an agent lists with `RestorableListing`. A rank
 does nothing but ask its store and its agent, so all that it knows is the answers that it has got. To take one more step
 it runs again from its start, gets the same answers, and the first question without an answer is what it asks next.
 
@@ -47,10 +47,10 @@ from tests.model.choice_world import (
 from tests.model.replayed_rank import Answer, Asked, End, How, Question, Refused, ReplayedRank, Save, Word, replaying
 from tests.model.search import Result, search
 
-from mooring import resuming
-from mooring.errors import ErrorKind
-from mooring.ranks.coordinator import StoreCoordinator
-from mooring.ranks.rank_store import Ranks
+from keepstep import resuming
+from keepstep.errors import ErrorKind
+from keepstep.ranks.coordinator import StoreCoordinator
+from keepstep.ranks.rank_store import Ranks
 
 
 class Model:

@@ -10,14 +10,14 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 from tests.model.replayed_rank import Answer, End, Question, Refused, Save
 
-from mooring.checkpoints.records import Kind, Record
-from mooring.errors import ErrorKind
-from mooring_agent.core.errors import StoreError
-from mooring_agent.core.policies.restore_choice import CommittedSave
-from mooring_agent.core.stored.object_layout import step_prefix
-from mooring_agent.ports import ObjectInfo
-from mooring_agent.runtime.work.ready_store import ReadyStore
-from mooring_agent.runtime.work.restorable import RestorableListing
+from keepstep.checkpoints.records import Kind, Record
+from keepstep.errors import ErrorKind
+from keepstep_agent.core.errors import StoreError
+from keepstep_agent.core.policies.restore_choice import CommittedSave
+from keepstep_agent.core.stored.object_layout import step_prefix
+from keepstep_agent.ports import ObjectInfo
+from keepstep_agent.runtime.work.ready_store import ReadyStore
+from keepstep_agent.runtime.work.restorable import RestorableListing
 
 _Value = TypeVar("_Value")
 

@@ -15,7 +15,7 @@ What no state may show:
 - no restorable checkpoint at all.
 
 `explore` walks every reachable state, breadth first, so a counter-example is a shortest one. The model assumes what
-Mooring assumes: read-after-write listings, and that no request lives longer than `orphan_age_seconds`.
+Keepstep assumes: read-after-write listings, and that no request lives longer than `orphan_age_seconds`.
 """
 
 from collections.abc import Iterator, Sequence

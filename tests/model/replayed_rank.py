@@ -15,12 +15,12 @@ from types import SimpleNamespace
 from typing import Any, Final, NamedTuple, cast
 from unittest.mock import patch
 
-from mooring import resuming
-from mooring.checkpoints.records import Record
-from mooring.errors import ErrorKind, RanksError, RestoreError, VolumeError
-from mooring.ranks import coordinator
-from mooring.ranks.rank_store import KeyStore, Ranks, RankStore
-from mooring.session import Session
+from keepstep import resuming
+from keepstep.checkpoints.records import Record
+from keepstep.errors import ErrorKind, RanksError, RestoreError, VolumeError
+from keepstep.ranks import coordinator
+from keepstep.ranks.rank_store import KeyStore, Ranks, RankStore
+from keepstep.session import Session
 
 Save = tuple[int, str]
 """A checkpoint as ranks name it: its step and its save id."""

@@ -3,23 +3,23 @@
 from collections.abc import Iterator
 from typing import Final
 
-from mooring_agent.core.injection.annotation_table import OWN, WRITTEN_BY_US, settings_annotations
-from mooring_agent.core.settings.table import SettingField
+from keepstep_agent.core.injection.annotation_table import OWN, WRITTEN_BY_US, settings_annotations
+from keepstep_agent.core.settings.table import SettingField
 
 _INTRODUCTION: Final = """\
 # Annotations
 
 <!-- Made by `python -m tests.pages.annotations_page` from core/injection and core/settings. -->
 
-What a pod asks Mooring for. They stand in the metadata of the pod itself: in the template of a Job or of anything else
+What a pod asks Keepstep for. They stand in the metadata of the pod itself: in the template of a Job or of anything else
 that makes pods, not in the Job's own. Values are texts, so numbers and `true` want quotation marks. All mistakes in a
 pod are reported at once, and one in a name with the name that is nearest.
 
 ```yaml
 metadata:
   annotations:
-    mooring.dev/inject: "true"
-    mooring.dev/destination: s3://bucket/runs/one
+    keepstep.dev/inject: "true"
+    keepstep.dev/destination: s3://bucket/runs/one
 ```
 """
 _HEADING: Final = "| annotation | default | meaning |\n|---|---|---|"
@@ -40,7 +40,7 @@ def _tables() -> Iterator[str]:
     yield _HEADING
     for key, setting in settings_annotations().items():
         yield f"| `{key}` | {_default(setting)} | {setting.help} |"
-    yield "\n## Written by Mooring\n"
+    yield "\n## Written by Keepstep\n"
     yield "| annotation | meaning |\n|---|---|"
     for field in WRITTEN_BY_US:
         yield f"| `{field.key}` | {field.help} |"

@@ -4,21 +4,21 @@ from collections.abc import Iterator
 from itertools import groupby
 from typing import Final
 
-from mooring_agent.core.settings.table import SettingField, setting_fields
+from keepstep_agent.core.settings.table import SettingField, setting_fields
 
 _INTRODUCTION: Final = """\
 # Settings
 
 <!-- Made by `python -m tests.pages.settings_page`: change the text in core/settings/values.py, not here. -->
 
-Every setting of the agent and of `mooring run`. A flag beats the environment, the environment beats the file that
+Every setting of the agent and of `keepstep run`. A flag beats the environment, the environment beats the file that
 `--config` names. Sizes are bytes, or a number with KiB, MiB, GiB, TiB (or Ki, Mi, Gi, Ti), KB, MB or GB. All mistakes
 are reported at once.
 """
 _DERIVED: Final = {
     "checkpoint_directory": "`checkpoints` below the volume",
-    "socket": "`.mooring/agent.sock` below the volume",
-    "state_directory": "`.mooring/agent` below the volume",
+    "socket": "`.keepstep/agent.sock` below the volume",
+    "state_directory": "`.keepstep/agent` below the volume",
 }
 
 

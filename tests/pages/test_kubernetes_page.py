@@ -13,10 +13,10 @@ import pytest
 import yaml
 from tests.chart.rendering import of_kind, render
 
-from mooring_agent.core.injection.annotations import read_annotations
-from mooring_agent.core.injection.mutation import mutate
-from mooring_agent.core.injection.spec import Injection, InjectionDefaults, Mutation
-from mooring_api import names
+from keepstep_agent.core.injection.annotations import read_annotations
+from keepstep_agent.core.injection.mutation import mutate
+from keepstep_agent.core.injection.spec import Injection, InjectionDefaults, Mutation
+from keepstep_api import names
 
 _PAGE: Final = Path(__file__).parents[2] / "docs" / "kubernetes.md"
 _KINDS: Final = {"Job", "JobSet", "TrainJob", "PyTorchJob", "LeaderWorkerSet"}
@@ -47,7 +47,7 @@ def test_it_has_an_example_for_every_kind_of_job_that_it_names() -> None:
 
 @pytest.mark.parametrize("kind", sorted(_KINDS))
 def test_its_pods_are_injected(kind: str) -> None:
-    defaults = InjectionDefaults(image="registry.example/mooring:1")
+    defaults = InjectionDefaults(image="registry.example/keepstep:1")
     templates = list(_templates(_objects()[kind]))
     assert templates
     for template in templates:
@@ -70,12 +70,12 @@ def test_the_guard_for_a_reinstallation_refuses_what_the_charts_own_configuratio
         pytest.skip("jq is not installed")
     stored = {**chart, "metadata": {**chart["metadata"], "resourceVersion": "1", "uid": "a-b"}}
     guard = json.loads(subprocess.check_output(["jq", program], input=json.dumps(stored), text=True))
-    assert guard == {**chart, "metadata": {"name": "mooring-guard"}}
+    assert guard == {**chart, "metadata": {"name": "keepstep-guard"}}
     assert f"delete mutatingwebhookconfiguration {guard['metadata']['name']}\n" in _PAGE.read_text()
 
 
 def test_a_pod_whose_agent_is_down_is_what_it_says_it_is_shown_as() -> None:
-    defaults = InjectionDefaults(image="registry.example/mooring:1")
+    defaults = InjectionDefaults(image="registry.example/keepstep:1")
     (template,) = _templates(_objects()["Job"])
     injection = read_annotations(template["metadata"]["annotations"], defaults)
     assert isinstance(injection, Injection)

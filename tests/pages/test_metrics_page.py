@@ -5,12 +5,12 @@ from pathlib import Path
 
 from prometheus_client import Metric
 
-from mooring_agent.config import load_settings
-from mooring_agent.core.agent.state import State
-from mooring_agent.core.errors import ErrorKind
-from mooring_agent.core.injection.admission_review import Outcome
-from mooring_agent.runtime.engine.telemetry import StateCollector
-from mooring_agent.webhook.application import Metrics
+from keepstep_agent.config import load_settings
+from keepstep_agent.core.agent.state import State
+from keepstep_agent.core.errors import ErrorKind
+from keepstep_agent.core.injection.admission_review import Outcome
+from keepstep_agent.runtime.engine.telemetry import StateCollector
+from keepstep_agent.webhook.application import Metrics
 
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
 
@@ -37,7 +37,7 @@ def rows(families: Iterable[Metric]) -> Iterator[tuple[str, str, str, str]]:
 
 
 def test_the_page_of_metrics_is_what_is_exposed() -> None:
-    lines = [line for line in PAGE.read_text().splitlines() if line.startswith("| `mooring_")]
+    lines = [line for line in PAGE.read_text().splitlines() if line.startswith("| `keepstep_")]
     written = [tuple(cell.strip() for cell in line.strip("|").split("|")) for line in lines]
     assert written == [*rows(agents()), *rows(webhooks())]
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import click
 import pytest
 
-from mooring_agent.cli import cli
+from keepstep_agent.cli import cli
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
@@ -52,7 +52,7 @@ def test_every_promise_names_a_test_that_exists() -> None:
 
 def test_the_page_of_commands_has_every_command() -> None:
     page = (ROOT / "docs" / "running.md").read_text()
-    named = re.findall(r"^\| `mooring ([a-z]+)", page, re.MULTILINE)
+    named = re.findall(r"^\| `keepstep ([a-z]+)", page, re.MULTILINE)
     assert sorted(named) == sorted(cli.list_commands(click.Context(cli)))
 
 
@@ -70,9 +70,9 @@ def test_the_loop_of_the_readme_goes_on_from_its_destination_after_its_disk_is_l
     program = write_loop(short_directory)
     destination = short_directory / "bucket"
     destination.mkdir()
-    command = (sys.executable, "-m", "mooring_agent", "run", "--to", f"file://{destination}", "--")
+    command = (sys.executable, "-m", "keepstep_agent", "run", "--to", f"file://{destination}", "--")
     assert run(short_directory, *command, sys.executable, program) == "None True\n"
-    shutil.rmtree(short_directory / "mooring")
+    shutil.rmtree(short_directory / "keepstep")
     assert run(short_directory, *command, sys.executable, program) == "checkpoint-1000 False\n"
 
 
@@ -95,7 +95,7 @@ def write_loop(directory: Path) -> Path:
 
 def run(directory: Path, *command: object) -> str:
     """What it printed; it must end with 0."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("MOORING_")}
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("KEEPSTEP_")}
     done = subprocess.run(
         list(map(str, command)), cwd=directory, env=environment, capture_output=True, text=True, timeout=LIMIT_SECONDS
     )

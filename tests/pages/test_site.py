@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-import mooring
+import keepstep
 
 ROOT = Path(__file__).parents[2]
 
@@ -52,7 +52,7 @@ def pages_of(nav: list[Any]) -> Iterator[str]:
 def test_the_menu_names_every_page_once_and_no_other() -> None:
     named = sorted(pages_of(tomllib.loads((ROOT / "zensical.toml").read_text())["project"]["nav"]))
     existing = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/*.md")]
-    assert named == sorted([path.relative_to(ROOT).as_posix() for path in existing] + ["charts/mooring/README.md"])
+    assert named == sorted([path.relative_to(ROOT).as_posix() for path in existing] + ["charts/keepstep/README.md"])
 
 
 def test_every_page_is_built_and_every_link_leads_somewhere(site: Path) -> None:
@@ -64,11 +64,11 @@ def test_every_page_is_built_and_every_link_leads_somewhere(site: Path) -> None:
 
 def test_the_reference_has_every_public_name(site: Path) -> None:
     reference = (site / "docs" / "reference" / "index.html").read_text()
-    # `mooring.protect` is a function in a module of its name.
-    names = [f"mooring.{name}" for name in mooring.__all__ if name != "protect"]
+    # `keepstep.protect` is a function in a module of its name.
+    names = [f"keepstep.{name}" for name in keepstep.__all__ if name != "protect"]
     missing = [
         name
-        for name in [*names, "mooring.protect.protect", "mooring.torch_loop.TorchLoop"]
+        for name in [*names, "keepstep.protect.protect", "keepstep.torch_loop.TorchLoop"]
         if f'id="{name}"' not in reference
     ]
     assert missing == []

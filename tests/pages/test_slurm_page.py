@@ -29,4 +29,4 @@ def test_the_page_names_log_lines_and_messages_that_exist() -> None:
     events = set(re.findall(r"`((?:run|commit)\.[a-z_]+)`", PAGE))
     assert events
     assert [event for event in events if f'"{event}"' not in sources] == []
-    assert "another `mooring run` uses the volume" in sources
+    assert "another `keepstep run` uses the volume" in sources

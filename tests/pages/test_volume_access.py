@@ -8,9 +8,9 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-import mooring_agent
+import keepstep_agent
 
-AGENT = Path(mooring_agent.__file__).parent
+AGENT = Path(keepstep_agent.__file__).parent
 
 # Of pathlib, os and shutil: what opens, lists, looks at, makes, links, renames or removes by a path.
 METHODS = {

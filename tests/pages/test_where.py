@@ -26,7 +26,7 @@ def test_the_file_to_open_first_holds_what_to_look_for(change: str, file: str, s
 
 
 def test_modules_can_be_read_at_once_and_folders_at_a_glance() -> None:
-    modules = _lines("client/mooring", "agent/mooring_agent")
+    modules = _lines("client/keepstep", "agent/keepstep_agent")
     assert not [path for path, lines in modules.items() if lines > _MOST_LINES]
     assert statistics.median(modules.values()) >= 120, "a concept in one module is more than a few lines"
     assert not [folder for folder, count in Counter(path.parent for path in modules).items() if count > 15]

@@ -42,20 +42,20 @@ class Image:
 
 
 def python_image(**changes: Any) -> Image:
-    """This Python with everything it can import; `python` and `mooring` are programs of it."""
+    """This Python with everything it can import; `python` and `keepstep` are programs of it."""
     places = {Path(sys.prefix), Path(sys.base_prefix), *(Path(place).absolute() for place in sys.path if place)}
     environment = {"PATH": os.defpath, "HOME": "/tmp", "PYTHONDONTWRITEBYTECODE": "1"}
     if "PYTHONPATH" in os.environ:
         environment["PYTHONPATH"] = os.environ["PYTHONPATH"]
     image = Image(
         entrypoint=("python",),
-        programs={"python": (sys.executable,), "mooring": (sys.executable, "-m", "mooring_agent")},
+        programs={"python": (sys.executable,), "keepstep": (sys.executable, "-m", "keepstep_agent")},
         environment=environment,
         paths=tuple(sorted(place for place in places if place.is_dir())),
     )
     return replace(image, **changes)
 
 
-def mooring_image(**changes: Any) -> Image:
-    """What Dockerfile.agent makes: one image for agent and restore, whose entrypoint is `mooring`."""
-    return python_image(entrypoint=("mooring",), user=65532, **changes)
+def keepstep_image(**changes: Any) -> Image:
+    """What Dockerfile.agent makes: one image for agent and restore, whose entrypoint is `keepstep`."""
+    return python_image(entrypoint=("keepstep",), user=65532, **changes)

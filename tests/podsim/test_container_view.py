@@ -25,9 +25,9 @@ def variables(*entries: dict[str, object], objects: Objects | None = None, **fie
 
 
 def test_command_and_args_take_the_place_of_the_images_own_as_kubernetes_has_it() -> None:
-    image = Image(entrypoint=("mooring",), command=("agent",))
-    assert image.words([], []) == ["mooring", "agent"]
-    assert image.words([], ["restore"]) == ["mooring", "restore"]
+    image = Image(entrypoint=("keepstep",), command=("agent",))
+    assert image.words([], []) == ["keepstep", "agent"]
+    assert image.words([], ["restore"]) == ["keepstep", "restore"]
     assert image.words(["python"], []) == ["python"]
     assert image.words(["python"], ["train.py"]) == ["python", "train.py"]
 
@@ -77,18 +77,18 @@ def test_the_containers_user_counts_before_the_pods_and_root_is_refused_where_it
 def test_paths_are_rewritten_where_they_stand_by_themselves_or_lead_a_longer_one() -> None:
     mounts = [
         Mount(source=Path("/tmp/v/data"), target="/tmp"),
-        Mount(source=Path("/host/m"), target="/mooring"),
-        Mount(source=Path("/host/d"), target="/mooring-destination"),
+        Mount(source=Path("/host/m"), target="/keepstep"),
+        Mount(source=Path("/host/d"), target="/keepstep-destination"),
     ]
     for text, wanted in {
-        "/mooring": "/host/m",
-        "/mooring/checkpoints": "/host/m/checkpoints",
-        "file:///mooring-destination/run": "file:///host/d/run",
-        "--volume=/mooring": "--volume=/host/m",
-        "/a:/mooring:/tmp/x": "/a:/host/m:/tmp/v/data/x",
-        "/mooring.txt": "/mooring.txt",
-        "/home/mooring/tmp": "/home/mooring/tmp",
-        "s3://mooring/tmp": "s3://mooring/tmp",
+        "/keepstep": "/host/m",
+        "/keepstep/checkpoints": "/host/m/checkpoints",
+        "file:///keepstep-destination/run": "file:///host/d/run",
+        "--volume=/keepstep": "--volume=/host/m",
+        "/a:/keepstep:/tmp/x": "/a:/host/m:/tmp/v/data/x",
+        "/keepstep.txt": "/keepstep.txt",
+        "/home/keepstep/tmp": "/home/keepstep/tmp",
+        "s3://keepstep/tmp": "s3://keepstep/tmp",
     }.items():
         assert rewrite(text, mounts) == wanted
 
@@ -147,8 +147,8 @@ def test_a_read_only_root_can_be_written_in_its_volumes_alone_and_by_its_user(re
 
 
 def test_a_container_inherits_nothing_of_this_machines_environment(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MOORING_VOLUME", "/of/this/machine")
-    made = node.run(pod(container("trainer", "echo ${MOORING_VOLUME:-none}")))
+    monkeypatch.setenv("KEEPSTEP_VOLUME", "/of/this/machine")
+    made = node.run(pod(container("trainer", "echo ${KEEPSTEP_VOLUME:-none}")))
     made.wait_ended(END_SECONDS)
     assert made.log("trainer") == "none\n"
 

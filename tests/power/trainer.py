@@ -13,8 +13,8 @@ from pathlib import Path
 import grpc
 from tests.chaos.content import rank_files
 
-from mooring_api.names import CHECKPOINT_DIRECTORY, SOCKET, STATE_DIRECTORY, socket_address
-from mooring_api.v1 import agent_pb2, agent_pb2_grpc
+from keepstep_api.names import CHECKPOINT_DIRECTORY, SOCKET, STATE_DIRECTORY, socket_address
+from keepstep_api.v1 import agent_pb2, agent_pb2_grpc
 
 _CALL_SECONDS = 240.0
 STEPS_PER_LIFE = 1000

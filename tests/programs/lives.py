@@ -1,4 +1,4 @@
-"""The lives of one program under `mooring run`: it is killed at a chosen moment, loses its disk, and starts again.
+"""The lives of one program under `keepstep run`: it is killed at a chosen moment, loses its disk, and starts again.
 
 Reads what the program prints, and what the destination holds after each snapshot. Every wait has a bound.
 """
@@ -182,13 +182,13 @@ class Lives:
             shutil.rmtree(volume)
 
     def _markers(self) -> frozenset[str]:
-        return frozenset(_names(self.store / ".mooring" / "snapshots" / "node-0"))
+        return frozenset(_names(self.store / ".keepstep" / "snapshots" / "node-0"))
 
     def _snapshot(self, marker: str) -> Snapshot:
         _, save, _ = marker.split(".")
         below = self.store / "node-0" / save
-        manifest = json.loads((below / ".mooring" / "manifest-00000-00001.json").read_bytes())
-        objects = frozenset(_names(below)) - {".mooring/manifest-00000-00001.json", ".mooring/base.json"}
+        manifest = json.loads((below / ".keepstep" / "manifest-00000-00001.json").read_bytes())
+        objects = frozenset(_names(below)) - {".keepstep/manifest-00000-00001.json", ".keepstep/base.json"}
         files = {file["path"]: file for file in manifest["ranks"][0]["files"]}
         return Snapshot(number=step_of(marker), save=save, files=files, objects=objects)
 

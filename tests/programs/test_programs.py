@@ -1,4 +1,4 @@
-"""Programs that know nothing of Mooring resume from snapshots of their output directories, whatever they write there.
+"""Programs that know nothing of Keepstep resume from snapshots of their output directories, whatever they write there.
 
 `training.py` says what the programs are like. A program that takes a checkpoint which is not whole, or a mix of two
 saves, crashes or ends with another digest.
@@ -60,7 +60,7 @@ _SECONDS = 60.0
 
 
 def uninterrupted(program: str, output: Path, steps: int) -> list[str]:
-    """Run it without Mooring; return its lines."""
+    """Run it without Keepstep; return its lines."""
     words = ["-u", "-m", f"tests.programs.{program}", str(output), str(steps)]
     # To fork one that has imported torch takes longer than most of these programs.
     warm = warm_python("torch") if program in WITH_TORCH else warm_python("safetensors.numpy", "msgspec")
@@ -224,7 +224,7 @@ def same(file: Mapping[str, Any], other: Mapping[str, Any] | None) -> bool:
 
 def place_of(file: Mapping[str, Any]) -> str:
     """The object of its bytes: its own, or the pack of small files that it is in."""
-    return f".mooring/pack-00000-{file['pack']:05}.tar" if "pack" in file else str(file["path"])
+    return f".keepstep/pack-00000-{file['pack']:05}.tar" if "pack" in file else str(file["path"])
 
 
 def digest_of(lines: Sequence[str]) -> str:

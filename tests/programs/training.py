@@ -1,6 +1,6 @@
 """What the programs beside this file have in common: a state that they train, a slow disk, and lines that say it.
 
-A program is run as `python -m tests.programs.NAME OUTPUT_DIRECTORY STEPS`. It knows nothing of Mooring. It prints
+A program is run as `python -m tests.programs.NAME OUTPUT_DIRECTORY STEPS`. It knows nothing of Keepstep. It prints
 `resumed STEP` first, `saving STEP TIME` and `saved STEP TIME` around each save, and `done DIGEST` at the end, which
 depends on the number of steps alone, however often the program was interrupted. How long its work takes is in its
 environment: `STEP_SECONDS`, `WRITE_SECONDS` for each piece of a file, and `EVALUATION_SECONDS`, in which nothing is

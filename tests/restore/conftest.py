@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from tests.fakes.fake_store import FakeStore
 
-from mooring_agent.adapters.open_store import open_store
-from mooring_agent.core.settings.values import StoreSettings
-from mooring_agent.ports import ObjectStore
+from keepstep_agent.adapters.open_store import open_store
+from keepstep_agent.core.settings.values import StoreSettings
+from keepstep_agent.ports import ObjectStore
 
 
 @pytest.fixture

@@ -10,12 +10,12 @@ from typing import Any, cast
 
 from tests.fakes.fake_store import FakeStore
 
-from mooring_agent.core.agent.events import Announced
-from mooring_agent.core.model import SaveInfo
-from mooring_agent.core.settings.values import Settings, StoreSettings
-from mooring_agent.ports import ObjectStore
-from mooring_agent.restore.partial_copy import FileRange
-from mooring_agent.runtime.work.fetches import Fetches, FetchProgress
+from keepstep_agent.core.agent.events import Announced
+from keepstep_agent.core.model import SaveInfo
+from keepstep_agent.core.settings.values import Settings, StoreSettings
+from keepstep_agent.ports import ObjectStore
+from keepstep_agent.restore.partial_copy import FileRange
+from keepstep_agent.runtime.work.fetches import Fetches, FetchProgress
 
 WAIT_SECONDS = 60.0
 

@@ -5,11 +5,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mooring_agent.adapters.output.mirror_state import read_base, write_base
-from mooring_agent.adapters.volume.shared_folders import make_state_directory
-from mooring_agent.core.mirror.base import MirrorBase
-from mooring_agent.ports import ObjectStore
-from mooring_agent.restore.snapshots import RestoredSnapshots, restore_snapshots
+from keepstep_agent.adapters.output.mirror_state import read_base, write_base
+from keepstep_agent.adapters.volume.shared_folders import make_state_directory
+from keepstep_agent.core.mirror.base import MirrorBase
+from keepstep_agent.ports import ObjectStore
+from keepstep_agent.restore.snapshots import RestoredSnapshots, restore_snapshots
 
 
 async def run(

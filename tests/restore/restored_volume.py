@@ -4,12 +4,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-from mooring_agent.ports import StoreWriter
-from mooring_agent.restore.init_step import Restored, restore
+from keepstep_agent.ports import StoreWriter
+from keepstep_agent.restore.init_step import Restored, restore
 
 
 async def run(store: StoreWriter, volume: Path, **options: Any) -> Restored | None:
-    options = {"state_directory": volume / ".mooring" / "agent", **options}
+    options = {"state_directory": volume / ".keepstep" / "agent", **options}
     return await restore(store, checkpoint_directory=volume / "checkpoints", volume=volume, **options)
 
 
@@ -18,8 +18,8 @@ def content(folder: Path) -> dict[str, bytes]:
 
 
 def record(volume: Path, name: str) -> Any:
-    return json.loads((volume / ".mooring" / "records" / f"{name}.json").read_text())
+    return json.loads((volume / ".keepstep" / "records" / f"{name}.json").read_text())
 
 
 def leftovers(volume: Path) -> list[Path]:
-    return list((volume / ".mooring" / "incoming").iterdir())
+    return list((volume / ".keepstep" / "incoming").iterdir())

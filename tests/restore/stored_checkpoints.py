@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from io import BytesIO
 
-from mooring_agent.adapters.checksum import crc64nvme
-from mooring_agent.core.model import FileEntry, Kind, ManifestReference, PackPlace, RankManifest, SaveInfo
-from mooring_agent.core.stored.commit import manifest_key_of
-from mooring_agent.core.stored.manifest import commit_marker, encode_manifest, encode_marker
-from mooring_agent.core.stored.object_layout import file_key, manifest_key, marker_key, pack_key
-from mooring_agent.ports import ObjectStore, StoreWriter
+from keepstep_agent.adapters.checksum import crc64nvme
+from keepstep_agent.core.model import FileEntry, Kind, ManifestReference, PackPlace, RankManifest, SaveInfo
+from keepstep_agent.core.stored.commit import manifest_key_of
+from keepstep_agent.core.stored.manifest import commit_marker, encode_manifest, encode_marker
+from keepstep_agent.core.stored.object_layout import file_key, manifest_key, marker_key, pack_key
+from keepstep_agent.ports import ObjectStore, StoreWriter
 
 PART_BYTES = 64 * 1024
 
@@ -177,8 +177,8 @@ DAMAGED_OBJECT = {
     "a missing manifest": "manifest-00000-00001.json",
     "a changed manifest": "manifest-00000-00001.json",
     "a truncated manifest": "manifest-00000-00001.json",
-    "a garbage marker": ".mooring/commits/",
-    "an empty marker": ".mooring/commits/",
+    "a garbage marker": ".keepstep/commits/",
+    "an empty marker": ".keepstep/commits/",
     "an extra rank": "manifest-00001-00001.json",
 }
 """What can be wrong -> what a message about it has to name."""

@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 
 from tests.restore.stored_checkpoints import PART_BYTES, file_entry, store_ranks, tar_of
 
-from mooring_agent.core.model import FileEntry, Kind, Owner, PackPlace, RankManifest, SaveInfo
-from mooring_agent.core.stored.object_layout import file_key, pack_key
-from mooring_agent.ports import ObjectStore
+from keepstep_agent.core.model import FileEntry, Kind, Owner, PackPlace, RankManifest, SaveInfo
+from keepstep_agent.core.stored.object_layout import file_key, pack_key
+from keepstep_agent.ports import ObjectStore
 
 SECOND_NS = 10**9
 FIRST_NS = 1_700_000_000 * SECOND_NS + 123_456_700

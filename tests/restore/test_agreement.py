@@ -8,11 +8,11 @@ import pytest
 from tests.fakes.fake_store import FakeStore
 from tests.restore.stored_checkpoints import DAMAGE, all_files, flip_byte, store_checkpoint
 
-from mooring_agent.core.errors import ErrorKind, RequestError, StoreError
-from mooring_agent.core.policies.restore_choice import Pin, decode_pin, encode_pin
-from mooring_agent.core.stored.object_layout import file_key, marker_key, pin_key
-from mooring_agent.ports import ObjectInfo, ObjectStore
-from mooring_agent.restore.init_step import Restored, restore
+from keepstep_agent.core.errors import ErrorKind, RequestError, StoreError
+from keepstep_agent.core.policies.restore_choice import Pin, decode_pin, encode_pin
+from keepstep_agent.core.stored.object_layout import file_key, marker_key, pin_key
+from keepstep_agent.ports import ObjectInfo, ObjectStore
+from keepstep_agent.restore.init_step import Restored, restore
 
 WAIT_SECONDS = 100.0
 
@@ -96,7 +96,7 @@ async def test_a_pod_that_chose_otherwise_drops_its_choice_and_fetches_the_pinne
     assert step_of(await pod(racing, tmp_path, 1)) == 100
     checkpoints = tmp_path / "pod-1" / "checkpoints"
     assert {path.name for path in checkpoints.iterdir()} == {"checkpoint-100"}
-    assert not list((tmp_path / "pod-1" / ".mooring" / "incoming").iterdir())
+    assert not list((tmp_path / "pod-1" / ".keepstep" / "incoming").iterdir())
 
 
 class _CommitsWhileListing(FakeStore):
@@ -110,7 +110,7 @@ class _CommitsWhileListing(FakeStore):
     async def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
         if not self._raced:
             self._raced = True
-            key = next(key for key in self.objects if key.startswith(".mooring/commits/"))
+            key = next(key for key in self.objects if key.startswith(".keepstep/commits/"))
             pin = Pin(attempt="job-1", step=100, save="0123abcd-000100", marker=key)
             await self.put(pin_key("job-1", 0), encode_pin(pin))
             await store_checkpoint(self, 200)
@@ -273,7 +273,7 @@ async def test_a_pinned_checkpoint_that_is_gone_is_an_error(any_store: FakeStore
 async def test_a_pin_that_cannot_be_read_is_an_error_and_not_overruled(any_store: FakeStore, tmp_path: Path) -> None:
     await store_checkpoint(any_store, 100)
     await any_store.put(pin_key("job-1", 0), b"{")
-    with pytest.raises(StoreError, match=r"\.mooring/resume/job-1/000000\.json"):
+    with pytest.raises(StoreError, match=r"\.keepstep/resume/job-1/000000\.json"):
         await pod(any_store, tmp_path, 0)
 
 
@@ -288,5 +288,5 @@ async def test_pods_agree_on_real_stores(real_store: ObjectStore, tmp_path: Path
 
 
 def test_a_pin_survives_its_encoding() -> None:
-    for pin in (Pin(attempt="a"), Pin(attempt="a", step=3, save="s", marker=".mooring/commits/999999999996.s.json")):
+    for pin in (Pin(attempt="a"), Pin(attempt="a", step=3, save="s", marker=".keepstep/commits/999999999996.s.json")):
         assert decode_pin(encode_pin(pin), "key") == pin

@@ -12,20 +12,20 @@ from tests.restore.stored_checkpoints import flip_byte, store_checkpoint
 from tests.servers.fault_proxy import FaultProxy
 from tests.servers.server import Bucket
 
-from mooring_agent.adapters.open_store import open_store
-from mooring_agent.catalog.damage import note_damage
-from mooring_agent.catalog.deep_check import check
-from mooring_agent.catalog.markers import list_committed, read_marker
-from mooring_agent.catalog.reading import load
-from mooring_agent.core.agent.commands import Commit, Turn
-from mooring_agent.core.agent.events import Committed
-from mooring_agent.core.agent.work import Operation, WorkId
-from mooring_agent.core.errors import StoreError
-from mooring_agent.core.stored.manifest import decode_manifest
-from mooring_agent.core.stored.object_layout import damage_key, file_key, manifest_key, marker_key
-from mooring_agent.restore.init_step import restore
-from mooring_agent.runtime.process.app import SystemClock
-from mooring_agent.runtime.work.committer import Committer
+from keepstep_agent.adapters.open_store import open_store
+from keepstep_agent.catalog.damage import note_damage
+from keepstep_agent.catalog.deep_check import check
+from keepstep_agent.catalog.markers import list_committed, read_marker
+from keepstep_agent.catalog.reading import load
+from keepstep_agent.core.agent.commands import Commit, Turn
+from keepstep_agent.core.agent.events import Committed
+from keepstep_agent.core.agent.work import Operation, WorkId
+from keepstep_agent.core.errors import StoreError
+from keepstep_agent.core.stored.manifest import decode_manifest
+from keepstep_agent.core.stored.object_layout import damage_key, file_key, manifest_key, marker_key
+from keepstep_agent.restore.init_step import restore
+from keepstep_agent.runtime.process.app import SystemClock
+from keepstep_agent.runtime.work.committer import Committer
 
 POSITIONS = (3, 40, 77, 111, 160, -3, -12)
 """Of bytes in names, numbers, checksums and the end of a small object."""
@@ -44,7 +44,7 @@ async def test_one_flipped_byte_on_the_way_never_makes_restore_pass_over_a_check
         await store_checkpoint(store, step, world_size=2)
     flipping = FlippingStore(store, at=at, position=position)
     restored = await restore(
-        flipping, checkpoint_directory=volume / "checkpoints", volume=volume, state_directory=volume / ".mooring"
+        flipping, checkpoint_directory=volume / "checkpoints", volume=volume, state_directory=volume / ".keepstep"
     )
     assert restored is not None
     assert (restored.step, restored.skipped) == (2, ())
@@ -80,7 +80,7 @@ async def test_a_wrong_digit_in_a_listing_is_no_damage(store: FakeStore, volume:
 
     once_wrong = OnceWrong(store, at=-1, position=0)
     restored = await restore(
-        once_wrong, checkpoint_directory=volume / "checkpoints", volume=volume, state_directory=volume / ".mooring"
+        once_wrong, checkpoint_directory=volume / "checkpoints", volume=volume, state_directory=volume / ".keepstep"
     )
     assert restored is not None
     assert once_wrong.flipped
@@ -101,7 +101,7 @@ async def test_a_version_that_came_wrong_is_listed_again(store: FakeStore, volum
         OnceWrong(store, at=-1, position=0),
         checkpoint_directory=volume / "checkpoints",
         volume=volume,
-        state_directory=volume / ".mooring",
+        state_directory=volume / ".keepstep",
     )
     assert restored is not None
     assert notes(store) == []
@@ -112,7 +112,7 @@ async def test_the_note_of_damage_goes_when_every_byte_is_found_good(store: Fake
     key = file_key(newer, "model-0.safetensors")
     await flip_byte(store, key, 5)
     restored = await restore(
-        store, checkpoint_directory=volume / "checkpoints", volume=volume, state_directory=volume / ".mooring"
+        store, checkpoint_directory=volume / "checkpoints", volume=volume, state_directory=volume / ".keepstep"
     )
     assert restored is not None
     assert restored.save == older.save
@@ -120,7 +120,7 @@ async def test_the_note_of_damage_goes_when_every_byte_is_found_good(store: Fake
     # As when the network was what damaged it.
     await flip_byte(store, key, 5)
     restored = await restore(
-        store, checkpoint_directory=volume / "checkpoints", volume=volume, state_directory=volume / ".mooring"
+        store, checkpoint_directory=volume / "checkpoints", volume=volume, state_directory=volume / ".keepstep"
     )
     assert restored is not None
     assert restored.save == newer.save
@@ -130,7 +130,7 @@ async def test_the_note_of_damage_goes_when_every_byte_is_found_good(store: Fake
 async def test_the_note_of_damage_stays_where_only_the_local_copy_is_found_good(store: FakeStore, volume: Path) -> None:
     info = await store_checkpoint(store, 1)
     again = partial(
-        restore, store, checkpoint_directory=volume / "checkpoints", volume=volume, state_directory=volume / ".mooring"
+        restore, store, checkpoint_directory=volume / "checkpoints", volume=volume, state_directory=volume / ".keepstep"
     )
     assert await again()
     await flip_byte(store, file_key(info, "model-0.safetensors"), 5)

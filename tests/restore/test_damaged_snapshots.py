@@ -10,9 +10,9 @@ from tests.restore.restored_volume import content, leftovers
 from tests.restore.stored_checkpoints import flip_byte, truncate
 from tests.restore.stored_snapshots import FILES, body, store_snapshot
 
-from mooring_agent.core.errors import ErrorKind, StoreError
-from mooring_agent.core.mirror.base import MirrorBase
-from mooring_agent.core.stored.object_layout import damage_key, file_key, manifest_key, marker_key, pack_key
+from keepstep_agent.core.errors import ErrorKind, StoreError
+from keepstep_agent.core.mirror.base import MirrorBase
+from keepstep_agent.core.stored.object_layout import damage_key, file_key, manifest_key, marker_key, pack_key
 
 DAMAGE = {
     "a flipped byte": lambda store, info: flip_byte(store, file_key(info, "out/a"), 9),

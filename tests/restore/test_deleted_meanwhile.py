@@ -16,11 +16,11 @@ from tests.servers.fault_proxy import FaultProxy
 from tests.servers.faults import Fault, Rule
 from tests.servers.server import Bucket
 
-from mooring_agent.adapters.open_store import open_store
-from mooring_agent.core.errors import ErrorKind, StoreError
-from mooring_agent.core.model import SaveInfo
-from mooring_agent.core.stored.object_layout import damage_key, file_key, manifest_key, marker_key, save_prefix
-from mooring_agent.restore.init_step import Restored, restore
+from keepstep_agent.adapters.open_store import open_store
+from keepstep_agent.core.errors import ErrorKind, StoreError
+from keepstep_agent.core.model import SaveInfo
+from keepstep_agent.core.stored.object_layout import damage_key, file_key, manifest_key, marker_key, save_prefix
+from keepstep_agent.restore.init_step import Restored, restore
 
 _NO_SUCH_KEY = b"<Error><Code>NoSuchKey</Code><Message>The specified key does not exist.</Message></Error>"
 
@@ -45,8 +45,8 @@ class PrunedStore(FakeStore):
 
 
 async def run(store: PrunedStore, volume: Path) -> Restored | None:
-    (volume / ".mooring").mkdir()
-    agent = volume / ".mooring" / "agent"
+    (volume / ".keepstep").mkdir()
+    agent = volume / ".keepstep" / "agent"
     return await restore(store, checkpoint_directory=volume / "checkpoints", volume=volume, state_directory=agent)
 
 
@@ -79,15 +79,15 @@ def test_verify_and_ls_call_nothing_damaged_that_is_gone(rclone_bucket: Bucket, 
         target = marker_key(gone)
         rule = Rule(name="gone", fault=Fault.STATUS, method=method, target=target, times=-1, status=404, body=body)
         fault_proxy.add(rule)
-    code, answer = _mooring("verify", rclone_bucket, fault_proxy, "--step=1")
+    code, answer = _keepstep("verify", rclone_bucket, fault_proxy, "--step=1")
     assert (code, answer["checkpoints"]) == (
         0,
         [{"step": 1, "save": gone.save, "weights_only": False, "deleted": True, "problems": []}],
     )
-    code, answer = _mooring("verify", rclone_bucket, fault_proxy, "--all")
+    code, answer = _keepstep("verify", rclone_bucket, fault_proxy, "--all")
     assert code == 1
     assert [(row["deleted"], len(row["problems"])) for row in answer["checkpoints"]] == [(False, 1), (True, 0)]
-    code, answer = _mooring("ls", rclone_bucket, fault_proxy)
+    code, answer = _keepstep("ls", rclone_bucket, fault_proxy)
     assert (code, [row["save"] for row in answer["checkpoints"]]) == (0, [damaged.save])
 
 
@@ -99,10 +99,10 @@ async def _fill(bucket: Bucket) -> tuple[SaveInfo, SaveInfo]:
     return infos
 
 
-def _mooring(command: str, bucket: Bucket, proxy: FaultProxy, *options: str) -> tuple[int, Any]:
+def _keepstep(command: str, bucket: Bucket, proxy: FaultProxy, *options: str) -> tuple[int, Any]:
     arguments = [command, bucket.destination, f"--endpoint-url={proxy.endpoint_url}", "--json", *options]
     completed = subprocess.run(
-        [sys.executable, "-m", "mooring_agent", *arguments], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-m", "keepstep_agent", *arguments], capture_output=True, text=True, timeout=60, check=False
     )
     assert completed.stdout, completed.stderr
     return completed.returncode, json.loads(completed.stdout)

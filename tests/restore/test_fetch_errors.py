@@ -7,9 +7,9 @@ from tests.fakes.fake_store import FakeStore
 from tests.restore.fetching_pod import WAIT_SECONDS, on_disk, pod
 from tests.restore.stored_checkpoints import DAMAGE, all_files, flip_byte, store_checkpoint
 
-from mooring_agent.core.errors import ErrorKind, RequestError, StoreError
-from mooring_agent.core.stored.object_layout import file_key, marker_key
-from mooring_agent.restore.partial_copy import FileRange
+from keepstep_agent.core.errors import ErrorKind, RequestError, StoreError
+from keepstep_agent.core.stored.object_layout import file_key, marker_key
+from keepstep_agent.restore.partial_copy import FileRange
 
 
 @pytest.mark.parametrize("what", sorted(DAMAGE))

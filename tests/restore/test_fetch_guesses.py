@@ -11,11 +11,11 @@ from tests.fakes.fake_store import FakeStore
 from tests.restore.fetching_pod import announced, fetched, on_disk, pod, until
 from tests.restore.stored_checkpoints import all_files, store_checkpoint
 
-from mooring_agent.adapters.records import recorded_save
-from mooring_agent.core.errors import ErrorKind, VolumeError
-from mooring_agent.restore import partial_copy
-from mooring_agent.restore.partial_copy import FileRange
-from mooring_api.names import RESUMED
+from keepstep_agent.adapters.records import recorded_save
+from keepstep_agent.core.errors import ErrorKind, VolumeError
+from keepstep_agent.restore import partial_copy
+from keepstep_agent.restore.partial_copy import FileRange
+from keepstep_api.names import RESUMED
 
 
 async def test_an_agent_guesses_what_its_pod_needs(store: FakeStore, tmp_path: Path) -> None:

@@ -17,15 +17,15 @@ from tests.restore.stored_checkpoints import (
     store_packed_checkpoint,
 )
 
-from mooring_agent.adapters.records import recorded_save
-from mooring_agent.core.agent.events import Committed
-from mooring_agent.core.errors import ErrorKind, StoreError
-from mooring_agent.core.model import SaveInfo
-from mooring_agent.ports import ObjectStore
-from mooring_agent.restore import partial_copy
-from mooring_agent.restore.init_step import restore
-from mooring_agent.restore.partial_copy import FileRange
-from mooring_api.names import RESUMED
+from keepstep_agent.adapters.records import recorded_save
+from keepstep_agent.core.agent.events import Committed
+from keepstep_agent.core.errors import ErrorKind, StoreError
+from keepstep_agent.core.model import SaveInfo
+from keepstep_agent.ports import ObjectStore
+from keepstep_agent.restore import partial_copy
+from keepstep_agent.restore.init_step import restore
+from keepstep_agent.restore.partial_copy import FileRange
+from keepstep_api.names import RESUMED
 
 
 async def test_a_whole_checkpoint_gets_its_place_and_its_record(real_store: ObjectStore, volume: Path) -> None:
@@ -34,7 +34,7 @@ async def test_a_whole_checkpoint_gets_its_place_and_its_record(real_store: Obje
         done = await one.fetch(info)
     assert done.path == volume / "checkpoints" / "checkpoint-100"
     assert on_disk(done.path) == all_files(100, ranks=2)
-    assert recorded_save(volume, ".mooring/records/checkpoint-100.json") == info.save
+    assert recorded_save(volume, ".keepstep/records/checkpoint-100.json") == info.save
     assert recorded_save(volume / "state", RESUMED) == info.save
 
 
@@ -126,7 +126,7 @@ async def own_part(store: FakeStore, volume: Path, rank: int) -> SaveInfo:
     for path, body in rank_files(100, rank).items():
         (place / path).parent.mkdir(parents=True, exist_ok=True)
         (place / path).write_bytes(body)
-    records = volume / ".mooring" / "records"
+    records = volume / ".keepstep" / "records"
     records.mkdir(parents=True)
     (records / "checkpoint-100.json").write_text(f'{{"save": "{info.save}"}}')
     return info
@@ -180,7 +180,7 @@ async def test_another_checkpoint_replaces_the_one_being_fetched(store: FakeStor
     async with pod(store, volume) as one:
         await one.fetch(second, FileRange(path="rng_state_0.pth"))
         done = await one.fetch(first, FileRange(path="rng_state_0.pth"))
-        assert [found.name for found in (volume / ".mooring" / "incoming").iterdir()] == [first.save]
+        assert [found.name for found in (volume / ".keepstep" / "incoming").iterdir()] == [first.save]
         assert on_disk(done.path)["rng_state_0.pth"] == rank_files(100)["rng_state_0.pth"]
 
 
@@ -192,7 +192,7 @@ def committed(save: str) -> Committed:
 async def test_what_was_fetched_goes_when_the_trainer_has_saved(step: int, store: FakeStore, volume: Path) -> None:
     info = await store_checkpoint(store, 100)
     newer = replace(info, save="new-1", name=f"checkpoint-{step}", step=step)
-    incoming = volume / ".mooring" / "incoming"
+    incoming = volume / ".keepstep" / "incoming"
     nobody = cast(Any, None)
     async with pod(store, volume) as one:
         done = await one.fetch(info, FileRange(path="rng_state_0.pth"))
@@ -207,7 +207,7 @@ async def test_what_was_fetched_goes_when_the_trainer_has_saved(step: int, store
 async def test_what_a_fetch_that_failed_has_left_goes_too(store: FakeStore, volume: Path) -> None:
     info = await store_checkpoint(store, 100)
     newer = replace(info, save="new-1", name="checkpoint-200", step=200)
-    incoming = volume / ".mooring" / "incoming"
+    incoming = volume / ".keepstep" / "incoming"
     async with pod(store, volume) as one:
         await one.fetch(info, FileRange(path="rng_state_0.pth"))
         store.fail("get_into", ErrorKind.CHECKPOINT_CORRUPT, times=100)
@@ -223,5 +223,5 @@ async def test_requests_for_the_same_bytes_are_fetched_once(store: FakeStore, vo
     async with pod(store, volume) as one:
         store.calls.clear()
         answers = await asyncio.gather(*(one.fetch(info, FileRange(path="model-0.safetensors")) for _ in range(8)))
-    assert {answer.path for answer in answers} == {volume / ".mooring" / "incoming" / info.save}
+    assert {answer.path for answer in answers} == {volume / ".keepstep" / "incoming" / info.save}
     assert len(fetched(store)) == 6

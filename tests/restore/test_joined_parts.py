@@ -9,9 +9,9 @@ import pytest
 from tests.fakes.fake_store import FakeStore
 from tests.restore.stored_checkpoints import PART_BYTES, flip_byte, store_checkpoint
 
-from mooring_agent.adapters.checksum import crc64nvme, joined_crc64nvme
-from mooring_agent.core.stored.object_layout import file_key
-from mooring_agent.restore.init_step import restore
+from keepstep_agent.adapters.checksum import crc64nvme, joined_crc64nvme
+from keepstep_agent.core.stored.object_layout import file_key
+from keepstep_agent.restore.init_step import restore
 
 PARTS = 64
 
@@ -49,7 +49,7 @@ async def restored_from(store: Any, volume: Path, *, concurrency: int = 8) -> An
         store,
         checkpoint_directory=volume / "checkpoints",
         volume=volume,
-        state_directory=volume / ".mooring",
+        state_directory=volume / ".keepstep",
         concurrency=concurrency,
     )
 

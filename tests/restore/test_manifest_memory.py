@@ -9,22 +9,22 @@ from tests.fakes.fake_store import FakeStore
 from tests.harness.forged_checkpoint import of_nothing, of_parts, store_forged
 from tests.restore.stored_checkpoints import store_checkpoint
 
-from mooring_agent.catalog import reading
-from mooring_agent.catalog.markers import list_committed, read_marker
-from mooring_agent.catalog.pruning import prune
-from mooring_agent.catalog.reading import examine, load
-from mooring_agent.core.agent.commands import Commit, Turn
-from mooring_agent.core.agent.events import Committed
-from mooring_agent.core.agent.work import Operation, WorkId
-from mooring_agent.core.errors import ErrorKind, RequestError, StoreError
-from mooring_agent.core.limits import MANIFEST_BYTES
-from mooring_agent.core.model import FileEntry
-from mooring_agent.core.settings.values import RetentionSettings
-from mooring_agent.core.stored.manifest import decode_manifest, encode_marker, needed_bytes
-from mooring_agent.core.stored.object_layout import DAMAGED_PREFIX, manifest_key
-from mooring_agent.restore.init_step import Restored, restore
-from mooring_agent.runtime.process.app import SystemClock
-from mooring_agent.runtime.work import committer
+from keepstep_agent.catalog import reading
+from keepstep_agent.catalog.markers import list_committed, read_marker
+from keepstep_agent.catalog.pruning import prune
+from keepstep_agent.catalog.reading import examine, load
+from keepstep_agent.core.agent.commands import Commit, Turn
+from keepstep_agent.core.agent.events import Committed
+from keepstep_agent.core.agent.work import Operation, WorkId
+from keepstep_agent.core.errors import ErrorKind, RequestError, StoreError
+from keepstep_agent.core.limits import MANIFEST_BYTES
+from keepstep_agent.core.model import FileEntry
+from keepstep_agent.core.settings.values import RetentionSettings
+from keepstep_agent.core.stored.manifest import decode_manifest, encode_marker, needed_bytes
+from keepstep_agent.core.stored.object_layout import DAMAGED_PREFIX, manifest_key
+from keepstep_agent.restore.init_step import Restored, restore
+from keepstep_agent.runtime.process.app import SystemClock
+from keepstep_agent.runtime.work import committer
 
 MIB = 1024**2
 
@@ -41,12 +41,12 @@ async def restored(store: FakeStore, volume: Path) -> Restored | None:
         store,
         checkpoint_directory=volume / "checkpoints",
         volume=volume,
-        state_directory=volume / ".mooring",
+        state_directory=volume / ".keepstep",
     )
 
 
 def fetched_manifests(store: FakeStore) -> list[str]:
-    return [key for method, key in store.calls if method == "get" and "/.mooring/manifest-" in key]
+    return [key for method, key in store.calls if method == "get" and "/.keepstep/manifest-" in key]
 
 
 @pytest.mark.usefixtures("memory")
@@ -59,7 +59,7 @@ async def test_a_checkpoint_that_needs_more_memory_is_skipped_unread_and_said(st
     assert found.step == 1
     needed = needed_bytes(files=32, manifests_bytes=sizes)
     assert f"needs {-(-needed // MIB)} MiB of memory" in found.skipped[0]
-    assert "this process may have 128 MiB: raise its memory limit (`mooring.dev/memory`)" in found.skipped[0]
+    assert "this process may have 128 MiB: raise its memory limit (`keepstep.dev/memory`)" in found.skipped[0]
     assert all("checkpoint-1/" in key for key in fetched_manifests(store))
     # It may be all right: nothing is said of it that prune would act on.
     assert not [one async for one in store.list(DAMAGED_PREFIX)]
@@ -70,7 +70,7 @@ async def test_where_every_checkpoint_needs_more_memory_restore_fails_and_says_s
     store: FakeStore, volume: Path
 ) -> None:
     await store_forged(store, 2, of_parts, files_of_rank=8, ranks=4)
-    with pytest.raises(StoreError, match=r"mooring\.dev/memory"):
+    with pytest.raises(StoreError, match=r"keepstep\.dev/memory"):
         await restored(store, volume)
 
 

@@ -1,4 +1,4 @@
-"""Where restored files are put: never outside the output directories, in Mooring's own folders, or through a link."""
+"""Where restored files are put: never outside the output directories, in Keepstep's own folders, or through a link."""
 
 import errno
 import os
@@ -9,17 +9,17 @@ from tempfile import TemporaryDirectory
 
 import pytest
 from tests.fakes.fake_store import FakeStore
-from tests.harness.warm_python import mooring
+from tests.harness.warm_python import keepstep
 from tests.restore.stored_snapshots import body, store_snapshot
 
-from mooring_agent.adapters.open_store import open_store
-from mooring_agent.adapters.output.mirror_state import read_base, write_base
-from mooring_agent.adapters.volume.shared_volume import Folder
-from mooring_agent.core.errors import ErrorKind, StoreError, VolumeError
-from mooring_agent.core.mirror.base import MirrorBase
-from mooring_agent.core.settings.values import StoreSettings
-from mooring_agent.ports import ObjectStore
-from mooring_agent.restore.snapshots import RestoredSnapshots, restore_snapshots
+from keepstep_agent.adapters.open_store import open_store
+from keepstep_agent.adapters.output.mirror_state import read_base, write_base
+from keepstep_agent.adapters.volume.shared_volume import Folder
+from keepstep_agent.core.errors import ErrorKind, StoreError, VolumeError
+from keepstep_agent.core.mirror.base import MirrorBase
+from keepstep_agent.core.settings.values import StoreSettings
+from keepstep_agent.ports import ObjectStore
+from keepstep_agent.restore.snapshots import RestoredSnapshots, restore_snapshots
 
 
 async def run(store: ObjectStore, volume: Path, *directories: Path, state: str = "state") -> RestoredSnapshots | None:
@@ -143,22 +143,22 @@ async def test_a_path_that_leaves_its_directory_makes_its_snapshot_damaged(
 
 
 @pytest.mark.parametrize("watched", ["", "..", "alias"])
-async def test_nothing_is_put_into_moorings_own_folders(
+async def test_nothing_is_put_into_keepsteps_own_folders(
     watched: str, store: FakeStore, volume: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "alias").symlink_to(volume)
     directory = {"": volume, "..": tmp_path, "alias": tmp_path / "alias"}[watched]
     label = directory.name
     inside = f"{label}/volume" if watched == ".." else label
-    own = {f"{inside}/.mooring/signal": b"x", f"{inside}/kept/state/journal.sqlite3": b"x"}
-    await store_snapshot(store, 1, {f"{inside}/file": b"1", **own}, links={f"{inside}/.mooring/agent.sock": "signal"})
+    own = {f"{inside}/.keepstep/signal": b"x", f"{inside}/kept/state/journal.sqlite3": b"x"}
+    await store_snapshot(store, 1, {f"{inside}/file": b"1", **own}, links={f"{inside}/.keepstep/agent.sock": "signal"})
     answer = await run(store, volume, directory, state="kept/state")
     assert answer is not None
     assert (volume / "file").read_bytes() == b"1"
-    assert not (volume / ".mooring" / "signal").exists()
-    assert not (volume / ".mooring" / "agent.sock").is_symlink()
+    assert not (volume / ".keepstep" / "signal").exists()
+    assert not (volume / ".keepstep" / "agent.sock").is_symlink()
     assert not (volume / "kept" / "state" / "journal.sqlite3").exists()
-    assert "Mooring keeps its own files where the snapshot has" in answer.warnings[0]
+    assert "Keepstep keeps its own files where the snapshot has" in answer.warnings[0]
 
 
 async def test_two_series_with_one_save_id_do_not_mix(store: FakeStore, volume: Path) -> None:
@@ -206,7 +206,7 @@ async def test_a_directory_on_another_filesystem_gets_copies(
     assert [(out / path).read_bytes() for path in ("a/b", "c", "d")] == [body("b"), b"", b""]
     assert (out / "a" / "b").stat().st_mtime_ns == stored.entries["out/a/b"].modified_ns
     assert {path.name for path in out.rglob("*")} == {"a", "b", "c", "d"}
-    assert not list((volume / ".mooring" / "incoming").iterdir())
+    assert not list((volume / ".keepstep" / "incoming").iterdir())
     held = read_base(volume, volume / "state").files["out/a/b"].fingerprint
     assert held.inode == (out / "a" / "b").stat().st_ino
 
@@ -232,7 +232,7 @@ async def test_a_copy_that_does_not_fit_leaves_nothing_half_written(
             await run(store, volume)
     assert caught.value.kind is ErrorKind.DISK_FULL
     assert not list((volume / "out").iterdir())
-    (volume / "out" / ".mooring-partial").write_bytes(b"of a restore that was killed")
+    (volume / "out" / ".keepstep-partial").write_bytes(b"of a restore that was killed")
     await run(store, volume)
     assert {path.name: path.read_bytes() for path in (volume / "out").iterdir()} == {"a": body("a")}
 
@@ -268,16 +268,16 @@ async def test_the_command_restores_snapshots_and_says_so(tmp_path: Path) -> Non
     volume = tmp_path / "volume"
     await snapshot_at(settings, ckpt=bytes(2048), log=b"")
     place = volume / "checkpoints"
-    completed = mooring("restore", settings.destination, "--volume", volume)
+    completed = keepstep("restore", settings.destination, "--volume", volume)
     assert completed.stdout == f"snapshot of 2026-11-23 20:15 UTC (2 files, 2.0 KiB) restored to {place}\n"
     assert (place / "ckpt").read_bytes() == bytes(2048)
-    completed = mooring("restore", settings.destination, "--volume", volume)
+    completed = keepstep("restore", settings.destination, "--volume", volume)
     assert completed.stdout == f"{place} is left alone: it has this run's newer files\n"
-    completed = mooring("restore", settings.destination, "--volume", volume, "--json")
+    completed = keepstep("restore", settings.destination, "--volume", volume, "--json")
     assert '"left": [' in completed.stdout
-    completed = mooring("restore", settings.destination, "--volume", tmp_path / "other", "--node-rank", 1)
+    completed = keepstep("restore", settings.destination, "--volume", tmp_path / "other", "--node-rank", 1)
     assert completed.stdout.startswith("snapshot of node-0 of 2026-11-23 20:15 UTC")
     out = tmp_path / "elsewhere" / "out"
-    completed = mooring("restore", settings.destination, "--volume", tmp_path / "third", "--watch", out)
+    completed = keepstep("restore", settings.destination, "--volume", tmp_path / "third", "--watch", out)
     assert "warning: the snapshot has files of checkpoints, which is not watched" in completed.stderr
     assert completed.returncode == 0

@@ -14,17 +14,17 @@ from tests.restore import stored_checkpoints
 from tests.restore.restored_volume import content
 from tests.restore.stored_checkpoints import flip_byte, rank_files, store_packed_checkpoint, truncate
 
-from mooring_agent.adapters.volume.shared_volume import Folder
-from mooring_agent.catalog.deep_check import check
-from mooring_agent.catalog.markers import list_committed
-from mooring_agent.catalog.pruning import prune
-from mooring_agent.catalog.reading import examine
-from mooring_agent.core.errors import ErrorKind, StoreError, VolumeError
-from mooring_agent.core.model import SaveInfo
-from mooring_agent.core.settings.values import RetentionSettings
-from mooring_agent.core.stored.object_layout import manifest_key, marker_key, pack_key
-from mooring_agent.ports import ObjectStore
-from mooring_agent.restore.init_step import Restored, restore
+from keepstep_agent.adapters.volume.shared_volume import Folder
+from keepstep_agent.catalog.deep_check import check
+from keepstep_agent.catalog.markers import list_committed
+from keepstep_agent.catalog.pruning import prune
+from keepstep_agent.catalog.reading import examine
+from keepstep_agent.core.errors import ErrorKind, StoreError, VolumeError
+from keepstep_agent.core.model import SaveInfo
+from keepstep_agent.core.settings.values import RetentionSettings
+from keepstep_agent.core.stored.object_layout import manifest_key, marker_key, pack_key
+from keepstep_agent.ports import ObjectStore
+from keepstep_agent.restore.init_step import Restored, restore
 
 HANG_SECONDS = 20.0
 """What a test waits for at most, and what hangs because of a fault."""
@@ -94,7 +94,7 @@ async def test_a_damaged_pack_leads_to_the_next_older_checkpoint_and_is_named(
     assert (restored.step, content(restored.path)) == (100, all_files(100))
     (reason,) = restored.skipped
     assert "pack-00000-00001.tar" in reason
-    assert not list((volume / ".mooring" / "incoming").iterdir())
+    assert not list((volume / ".keepstep" / "incoming").iterdir())
     newest = (await list_committed(store))[0]
     (problem,) = await check(store, newest)
     assert problem.key.endswith("pack-00000-00001.tar")
@@ -157,7 +157,7 @@ async def test_a_file_that_the_volume_refuses_is_an_error_that_names_it(
     monkeypatch.setattr(Folder, "open_file", refuse)
     with pytest.raises(VolumeError, match=r"shard-3/38\.bin"):
         await run(store, volume)
-    assert not list((volume / ".mooring" / "incoming").iterdir())
+    assert not list((volume / ".keepstep" / "incoming").iterdir())
 
 
 async def test_a_pruned_save_loses_its_packs_before_its_manifests(store: FakeStore) -> None:
@@ -249,7 +249,7 @@ async def test_every_packed_file_is_waited_for_once_it_is_written(
 
     monkeypatch.setattr(os, "fsync", note)
     await run(store, volume)
-    incoming = volume / ".mooring" / "incoming" / info.save
+    incoming = volume / ".keepstep" / "incoming" / info.save
     assert {path: on_disk.get(incoming / path) for path in small_files(1)} == small_files(1)
 
 
@@ -291,7 +291,7 @@ async def test_a_restore_that_is_cancelled_while_the_disk_hangs_waits_for_it_wit
     restoring.cancel()  # nor does a second signal make it leave the thread behind
     for _ in range(100):
         await asyncio.sleep(0)
-    incoming = volume / ".mooring" / "incoming"
+    incoming = volume / ".keepstep" / "incoming"
     assert list(incoming.iterdir()) == [incoming / info.save]
     assert not restoring.done()
     released.set()

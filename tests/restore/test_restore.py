@@ -12,11 +12,11 @@ from tests.fakes.fake_store import FakeStore
 from tests.restore.restored_volume import content, leftovers, record, run
 from tests.restore.stored_checkpoints import all_files, rank_files, store_checkpoint
 
-from mooring_agent.adapters.open_store import open_store
-from mooring_agent.adapters.volume.shared_volume import Folder
-from mooring_agent.core.errors import StoreError, VolumeError
-from mooring_agent.core.settings.values import StoreSettings
-from mooring_agent.ports import ObjectStore
+from keepstep_agent.adapters.open_store import open_store
+from keepstep_agent.adapters.volume.shared_volume import Folder
+from keepstep_agent.core.errors import StoreError, VolumeError
+from keepstep_agent.core.settings.values import StoreSettings
+from keepstep_agent.ports import ObjectStore
 
 
 async def test_the_newest_committed_checkpoint_is_put_in_its_place_with_a_record(
@@ -138,13 +138,13 @@ async def test_no_record_speaks_for_a_place_that_is_being_changed(
     monkeypatch.setattr(Folder, "rename", fail)
     with pytest.raises(VolumeError):
         await run(store, volume)
-    assert not list((volume / ".mooring" / "records").iterdir())
+    assert not list((volume / ".keepstep" / "records").iterdir())
 
 
 async def test_garbage_of_an_earlier_restore_is_removed_even_when_there_is_nothing_to_restore(
     store: FakeStore, volume: Path
 ) -> None:
-    garbage = volume / ".mooring" / "incoming" / "0123abcd-000001"
+    garbage = volume / ".keepstep" / "incoming" / "0123abcd-000001"
     garbage.mkdir(parents=True)
     (garbage / "half").write_bytes(b"x" * 1000)
     assert await run(store, volume) is None
@@ -162,9 +162,9 @@ async def test_of_two_saves_of_one_step_the_one_saved_later_is_taken(store: Fake
 _KILLED_MIDWAY = """
 import asyncio, sys, time
 from pathlib import Path
-from mooring_agent.adapters.open_store import open_store
-from mooring_agent.core.settings.values import StoreSettings
-from mooring_agent.restore.init_step import restore
+from keepstep_agent.adapters.open_store import open_store
+from keepstep_agent.core.settings.values import StoreSettings
+from keepstep_agent.restore.init_step import restore
 
 def hang_midway(name, done_bytes, total_bytes):
     if done_bytes > total_bytes // 2:

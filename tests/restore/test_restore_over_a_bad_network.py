@@ -11,11 +11,11 @@ from tests.servers.fault_proxy import FaultProxy
 from tests.servers.faults import Fault, Rule
 from tests.servers.server import Bucket
 
-from mooring_agent.adapters.open_store import open_store
-from mooring_agent.adapters.retrying_store import RetryingStore, RetryPolicy
-from mooring_agent.core.errors import ErrorKind, StoreError
-from mooring_agent.core.settings.values import StoreSettings
-from mooring_agent.restore.init_step import Restored, restore
+from keepstep_agent.adapters.open_store import open_store
+from keepstep_agent.adapters.retrying_store import RetryingStore, RetryPolicy
+from keepstep_agent.core.errors import ErrorKind, StoreError
+from keepstep_agent.core.settings.values import StoreSettings
+from keepstep_agent.restore.init_step import Restored, restore
 
 NOT_FOUND_PAGE = b"<html><head><title>404 Not Found</title></head><body><center>nginx</center></body></html>"
 PATIENCE = RetryPolicy(attempts=4, first_wait_seconds=0.05)
@@ -27,7 +27,7 @@ async def run(settings: StoreSettings, volume: Path, *, attempt: str = "", node_
             RetryingStore(store, PATIENCE),
             checkpoint_directory=volume / "checkpoints",
             volume=volume,
-            state_directory=volume / ".mooring" / "agent",
+            state_directory=volume / ".keepstep" / "agent",
             attempt=attempt,
             node_rank=node_rank,
         )
@@ -90,7 +90,7 @@ async def test_a_store_that_goes_away_midway_is_an_error_and_nothing_is_half_mad
         await run(rclone_bucket.settings(endpoint_url=fault_proxy.endpoint_url), volume)
     assert caught.value.kind is ErrorKind.UNREACHABLE
     assert not list((volume / "checkpoints").iterdir())
-    assert not list((volume / ".mooring" / "incoming").iterdir())
+    assert not list((volume / ".keepstep" / "incoming").iterdir())
 
 
 async def test_pods_that_start_together_agree_on_ceph(ceph_bucket: Bucket, tmp_path: Path) -> None:

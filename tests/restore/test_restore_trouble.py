@@ -10,10 +10,10 @@ from tests.fakes.fake_store import FakeStore
 from tests.restore.restored_volume import content, leftovers, run
 from tests.restore.stored_checkpoints import DAMAGE, DAMAGED_OBJECT, all_files, flip_byte, store_checkpoint
 
-from mooring_agent.adapters.retrying_store import RetryingStore, RetryPolicy
-from mooring_agent.core.errors import ErrorKind, MooringError, RequestError, StoreError, VolumeError
-from mooring_agent.core.stored.object_layout import file_key
-from mooring_agent.ports import ObjectStore
+from keepstep_agent.adapters.retrying_store import RetryingStore, RetryPolicy
+from keepstep_agent.core.errors import ErrorKind, KeepstepError, RequestError, StoreError, VolumeError
+from keepstep_agent.core.stored.object_layout import file_key
+from keepstep_agent.ports import ObjectStore
 
 
 def found(folder: Path, name: str) -> list[Path]:
@@ -45,12 +45,12 @@ async def test_a_run_whose_checkpoints_are_all_damaged_stops_instead_of_starting
     with pytest.raises(StoreError, match=r"none of 2 .*checkpoint-2/.*model-0\.safetensors") as caught:
         await run(store, volume)
     assert caught.value.kind is ErrorKind.CHECKPOINT_CORRUPT
-    assert "mooring verify" in caught.value.hint
+    assert "keepstep verify" in caught.value.hint
     assert not list((volume / "checkpoints").iterdir())
     assert not leftovers(volume)
 
 
-@pytest.mark.parametrize("path", ["../../escape", "/etc/escape", ".mooring/escape", "a/../../../escape"])
+@pytest.mark.parametrize("path", ["../../escape", "/etc/escape", ".keepstep/escape", "a/../../../escape"])
 async def test_a_manifest_whose_paths_leave_the_checkpoint_is_damage(
     path: str, store: FakeStore, volume: Path, tmp_path: Path
 ) -> None:
@@ -173,5 +173,5 @@ async def test_a_volume_that_cannot_be_written_is_an_error_with_a_hint(store: Fa
 
 
 async def test_an_attempt_that_cannot_be_part_of_a_key_is_refused(store: FakeStore, volume: Path) -> None:
-    with pytest.raises(MooringError, match="attempt"):
+    with pytest.raises(KeepstepError, match="attempt"):
         await run(store, volume, attempt="../x")

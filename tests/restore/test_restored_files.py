@@ -7,8 +7,8 @@ from tests.fakes.fake_store import FakeStore
 from tests.restore.restored_volume import content, leftovers, record, run
 from tests.restore.stored_checkpoints import rank_files, store_checkpoint
 
-from mooring.checkpoints.records import damage, read_records
-from mooring_agent.ports import ObjectStore
+from keepstep.checkpoints.records import damage, read_records
+from keepstep_agent.ports import ObjectStore
 
 NAME = "epoch=1-step=7.ckpt"
 BODY = rank_files(7)["model-0.safetensors"]
@@ -25,7 +25,7 @@ async def test_a_checkpoint_that_is_a_file_comes_back_as_that_file_and_is_known_
     assert not leftovers(volume)
     # As the client's own records are: the file is the checkpoint.
     assert record(volume, NAME)["files"] == [{"path": "", "size": len(BODY)}]
-    assert (one := read_records(volume / ".mooring" / "records")[0]).save == info.save
+    assert (one := read_records(volume / ".keepstep" / "records")[0]).save == info.save
     assert damage(one, restored.path) is None
     again = await run(real_store, volume)
     assert again is not None

@@ -10,11 +10,11 @@ from tests.restore.restored_snapshots import base_of, restored, run
 from tests.restore.restored_volume import content, leftovers
 from tests.restore.stored_snapshots import FILES, below, body, store_snapshot
 
-from mooring_agent.adapters.volume.shared_volume import fingerprint
-from mooring_agent.core.errors import ErrorKind, VolumeError
-from mooring_agent.core.model import Owner, SnapshotId
-from mooring_agent.ports import ObjectStore
-from mooring_agent.restore.snapshots import restore_snapshots
+from keepstep_agent.adapters.volume.shared_volume import fingerprint
+from keepstep_agent.core.errors import ErrorKind, VolumeError
+from keepstep_agent.core.model import Owner, SnapshotId
+from keepstep_agent.ports import ObjectStore
+from keepstep_agent.restore.snapshots import restore_snapshots
 
 
 async def test_files_come_back_where_they_were_with_their_times_and_links(
@@ -99,7 +99,7 @@ async def test_without_snapshots_or_directories_nothing_is_restored(store: FakeS
     await store_snapshot(store, 1, FILES)
     options: dict[str, Any] = {"volume": volume, "directories": (), "state_directory": volume / "state"}
     assert await restore_snapshots(store, **options) is None
-    assert not (volume / ".mooring").exists()
+    assert not (volume / ".keepstep").exists()
 
 
 async def test_a_directory_that_is_not_watched_is_named(store: FakeStore, volume: Path) -> None:

@@ -8,10 +8,10 @@ from tests.restore.restored_snapshots import base_of, keep_base, restored, run
 from tests.restore.restored_volume import content, leftovers
 from tests.restore.stored_snapshots import FILES, FIRST_NS, SECOND_NS, below, body, store_snapshot
 
-from mooring_agent.adapters.volume.shared_volume import Folder, fingerprint
-from mooring_agent.core.mirror.base import MirrorBase
-from mooring_agent.core.model import SnapshotId
-from mooring_agent.core.stored.object_layout import file_key
+from keepstep_agent.adapters.volume.shared_volume import Folder, fingerprint
+from keepstep_agent.core.mirror.base import MirrorBase
+from keepstep_agent.core.model import SnapshotId
+from keepstep_agent.core.stored.object_layout import file_key
 
 BROKEN = b"PK\x03\x04 and no end"
 """What begins like a zip, as torch.save writes it, and does not end like one."""

@@ -5,21 +5,21 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.harness.warm_python import mooring
+from tests.harness.warm_python import keepstep
 from tests.restore.stored_checkpoints import store_checkpoint
 
-from mooring_agent.adapters.open_store import open_store
-from mooring_agent.core.settings.values import StoreSettings
-from mooring_agent.core.stored.ledger import Resumed
-from mooring_agent.restore.start_record import StartRecord, read_start_record
+from keepstep_agent.adapters.open_store import open_store
+from keepstep_agent.core.settings.values import StoreSettings
+from keepstep_agent.core.stored.ledger import Resumed
+from keepstep_agent.restore.start_record import StartRecord, read_start_record
 
-STATE = Path(".mooring") / "agent"
+STATE = Path(".keepstep") / "agent"
 
 
 def restored(tmp_path: Path, *options: str) -> StartRecord:
     """What a restore leaves behind."""
     volume, before = tmp_path / "volume", time.time()
-    completed = mooring("restore", f"file://{tmp_path}/bucket", "--volume", volume, *options)
+    completed = keepstep("restore", f"file://{tmp_path}/bucket", "--volume", volume, *options)
     assert completed.returncode == 0, completed.stderr
     record = read_start_record(volume, volume / STATE)
     assert record is not None

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from tests.core.play import settings
 
-from mooring_agent.core.errors import ErrorKind, VolumeError
-from mooring_agent.runtime.process import app
-from mooring_agent.runtime.process.open_volume import claim_volume
+from keepstep_agent.core.errors import ErrorKind, VolumeError
+from keepstep_agent.runtime.process import app
+from keepstep_agent.runtime.process.open_volume import claim_volume
 
 
 async def test_signals_are_heard_while_a_long_journal_is_replayed(

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
-from mooring_agent.core.errors import ErrorKind, MooringError
-from mooring_agent.runtime.process import agent_supervisor
-from mooring_agent.runtime.process.agent_supervisor import AgentSupervisor, Notify, RestartBackoff
+from keepstep_agent.core.errors import ErrorKind, KeepstepError
+from keepstep_agent.runtime.process import agent_supervisor
+from keepstep_agent.runtime.process.agent_supervisor import AgentSupervisor, Notify, RestartBackoff
 
 # Begins when it is told to. Writes down its pid; ends with the code that somebody gives it, and in order when it is
 # terminated.
@@ -92,7 +92,7 @@ class Stage:
 
     def _notify(self, grace_seconds: float, source: str, trainers_gone: bool, trainers_failed_at: float) -> None:
         if self.deaf or not self._answers():
-            raise MooringError(ErrorKind.UNREACHABLE, "it does not listen")
+            raise KeepstepError(ErrorKind.UNREACHABLE, "it does not listen")
         self.told.append((grace_seconds, source, trainers_gone, trainers_failed_at))
 
 
@@ -155,7 +155,7 @@ async def test_an_agent_that_has_only_loaded_ends_at_once(tmp_path: Path) -> Non
 
 async def test_an_agent_that_cannot_start_is_an_error(tmp_path: Path) -> None:
     stage = Stage(tmp_path / "absent")
-    with pytest.raises(MooringError, match="with code 1"):
+    with pytest.raises(KeepstepError, match="with code 1"):
         await stage.keeper.start()
 
 

@@ -10,15 +10,15 @@ import pytest
 from tests.core.play import Play
 from tests.fakes.fake_journal import FakeJournal
 
-from mooring_agent.adapters.volume.staging_area import LocalStagingArea
-from mooring_agent.core.agent.commands import Command, Stage
-from mooring_agent.core.agent.events import Announced, WorkFailed
-from mooring_agent.core.agent.work import Operation, WorkId
-from mooring_agent.core.errors import ErrorKind, RequestError, VolumeError
-from mooring_agent.runtime.engine.engine import Engine
-from mooring_agent.runtime.process.app import SystemClock
-from mooring_agent.runtime.work.announcements import Announcement, Announcements
-from mooring_agent.runtime.work.transfers import stage
+from keepstep_agent.adapters.volume.staging_area import LocalStagingArea
+from keepstep_agent.core.agent.commands import Command, Stage
+from keepstep_agent.core.agent.events import Announced, WorkFailed
+from keepstep_agent.core.agent.work import Operation, WorkId
+from keepstep_agent.core.errors import ErrorKind, RequestError, VolumeError
+from keepstep_agent.runtime.engine.engine import Engine
+from keepstep_agent.runtime.process.app import SystemClock
+from keepstep_agent.runtime.work.announcements import Announcement, Announcements
+from keepstep_agent.runtime.work.transfers import stage
 
 
 def _request(rank: int) -> Announcement:

@@ -5,13 +5,13 @@ from typing import Any, cast
 
 import pytest
 
-from mooring_agent.core.agent.disk_pressure import Admission
-from mooring_agent.core.agent.events import Event, SaveAborted, SaveBegun
-from mooring_agent.core.agent.state import State
-from mooring_agent.core.settings.values import Settings, StoreSettings
-from mooring_agent.runtime.api.server import AgentService
-from mooring_agent.runtime.process.app import SystemClock
-from mooring_api.v1 import agent_pb2
+from keepstep_agent.core.agent.disk_pressure import Admission
+from keepstep_agent.core.agent.events import Event, SaveAborted, SaveBegun
+from keepstep_agent.core.agent.state import State
+from keepstep_agent.core.settings.values import Settings, StoreSettings
+from keepstep_agent.runtime.api.server import AgentService
+from keepstep_agent.runtime.process.app import SystemClock
+from keepstep_api.v1 import agent_pb2
 
 
 class _SlowEngine:

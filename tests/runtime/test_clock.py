@@ -1,6 +1,6 @@
 """The agent's time is one line: forward, whatever is done to the wall clock."""
 
-from mooring_agent.runtime.process.app import SystemClock
+from keepstep_agent.runtime.process.app import SystemClock
 
 
 class _Machine:

@@ -16,13 +16,13 @@ from tests.core.play import settings
 from tests.runtime.patience import LIMIT_SECONDS, until
 from tests.servers.scripted import Asked, ScriptedServer, response
 
-from mooring_agent.core.agent.events import Event, NewsDue
-from mooring_agent.core.agent.reducer import advance
-from mooring_agent.core.agent.state import State
-from mooring_agent.core.model import CommitNews, Kind, Receiver, SaveInfo
-from mooring_agent.core.settings.values import EventSettings
-from mooring_agent.runtime.engine.engine import Engine
-from mooring_agent.runtime.monitors.commit_news import CommitTeller
+from keepstep_agent.core.agent.events import Event, NewsDue
+from keepstep_agent.core.agent.reducer import advance
+from keepstep_agent.core.agent.state import State
+from keepstep_agent.core.model import CommitNews, Kind, Receiver, SaveInfo
+from keepstep_agent.core.settings.values import EventSettings
+from keepstep_agent.runtime.engine.engine import Engine
+from keepstep_agent.runtime.monitors.commit_news import CommitTeller
 
 SECRET = "s3cr3t"
 

@@ -6,16 +6,16 @@ from dataclasses import replace
 import pytest
 from tests.fakes.fake_store import FakeStore
 
-from mooring_agent.core.agent.commands import Commit, Turn
-from mooring_agent.core.agent.events import Committed, CommitWaits, Event, ObjectsLost
-from mooring_agent.core.agent.work import Operation, WorkId
-from mooring_agent.core.errors import ErrorKind, StoreError
-from mooring_agent.core.model import Kind, RankManifest, SaveInfo
-from mooring_agent.core.stored.commit import manifest_key_of
-from mooring_agent.core.stored.manifest import decode_marker, encode_manifest
-from mooring_agent.core.stored.object_layout import manifest_key, marker_key
-from mooring_agent.runtime.process.app import SystemClock
-from mooring_agent.runtime.work.committer import Committer
+from keepstep_agent.core.agent.commands import Commit, Turn
+from keepstep_agent.core.agent.events import Committed, CommitWaits, Event, ObjectsLost
+from keepstep_agent.core.agent.work import Operation, WorkId
+from keepstep_agent.core.errors import ErrorKind, StoreError
+from keepstep_agent.core.model import Kind, RankManifest, SaveInfo
+from keepstep_agent.core.stored.commit import manifest_key_of
+from keepstep_agent.core.stored.manifest import decode_marker, encode_manifest
+from keepstep_agent.core.stored.object_layout import manifest_key, marker_key
+from keepstep_agent.runtime.process.app import SystemClock
+from keepstep_agent.runtime.work.committer import Committer
 
 INFO = SaveInfo(save="save", name="checkpoint-1", step=1, kind=Kind.PERIODIC, world_size=2)
 MINE, OTHER = (RankManifest(info=INFO, rank=rank, saved_at=1.0, files=()) for rank in range(2))

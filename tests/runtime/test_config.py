@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 from tests.pages.settings_page import settings_page
 
-from mooring_agent.cli.store_options import environment_of
-from mooring_agent.config import load_settings, load_some_settings, unknown_variables
-from mooring_agent.core.errors import ConfigurationError
-from mooring_agent.core.settings.table import parse_bytes, setting_fields
-from mooring_agent.core.settings.values import GIB, MIB, Settings
+from keepstep_agent.cli.store_options import environment_of
+from keepstep_agent.config import load_settings, load_some_settings, unknown_variables
+from keepstep_agent.core.errors import ConfigurationError
+from keepstep_agent.core.settings.table import parse_bytes, setting_fields
+from keepstep_agent.core.settings.values import GIB, MIB, Settings
 
 ROOT = Path(__file__).parents[2]
 LEAST = {"volume": "/volume", "destination": "s3://bucket/run"}
@@ -29,12 +29,12 @@ def problems(**arguments: Any) -> list[str]:
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    return tmp_path / "mooring.toml"
+    return tmp_path / "keepstep.toml"
 
 
 def test_a_flag_beats_the_environment_and_the_environment_beats_the_file(file: Path) -> None:
     file.write_text("[transfer]\nmax_concurrency = 3\n[termination]\ngrace_seconds = 33\n[store]\nregion = 'three'\n")
-    environment = {"MOORING_MAX_CONCURRENCY": "2", "MOORING_GRACE_SECONDS": "22"}
+    environment = {"KEEPSTEP_MAX_CONCURRENCY": "2", "KEEPSTEP_GRACE_SECONDS": "22"}
     settings = load(max_concurrency="1", environment=environment, file=file)
     assert settings.transfer.max_concurrency == 1
     assert settings.termination.grace_seconds == 22
@@ -58,17 +58,17 @@ def test_the_region_comes_from_the_variables_of_aws_where_nothing_else_says_it(f
     assert load(environment={**aws, "AWS_DEFAULT_REGION": ""}).store.region == "eu-west-1"
     assert load(environment={**aws, "AWS_DEFAULT_REGION": "eu-north-1"}).store.region == "eu-north-1"
     assert load(environment=aws, file=file).store.region == "from-file"
-    assert load(environment={**aws, "MOORING_S3_REGION": "eu-south-1"}, file=file).store.region == "eu-south-1"
+    assert load(environment={**aws, "KEEPSTEP_S3_REGION": "eu-south-1"}, file=file).store.region == "eu-south-1"
 
 
 def test_an_empty_variable_counts_as_not_set() -> None:
-    assert load(environment={"MOORING_GRACE_SECONDS": ""}).termination.grace_seconds == 30
+    assert load(environment={"KEEPSTEP_GRACE_SECONDS": ""}).termination.grace_seconds == 30
 
 
 def test_paths_follow_from_the_volume_unless_they_are_given() -> None:
     settings = load()
     assert settings.checkpoint_directory == "/volume/checkpoints"
-    assert settings.socket == "/volume/.mooring/agent.sock"
+    assert settings.socket == "/volume/.keepstep/agent.sock"
     given = load(checkpoint_directory="/volume/runs/", socket="/run/agent.sock")
     assert (given.checkpoint_directory, given.socket) == ("/volume/runs", "/run/agent.sock")
 
@@ -88,7 +88,7 @@ def test_a_relative_volume_is_meant_from_here() -> None:
 def test_a_path_loses_what_says_nothing_and_keeps_its_way_up() -> None:
     settings = load(volume="/a//b/./", checkpoint_directory="/a/b/c/../d/")
     assert (settings.volume, settings.checkpoint_directory) == ("/a/b", "/a/b/c/../d")
-    assert settings.socket == "/a/b/.mooring/agent.sock"
+    assert settings.socket == "/a/b/.keepstep/agent.sock"
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_a_path_loses_what_says_nothing_and_keeps_its_way_up() -> None:
 def test_what_is_watched_is_the_checkpoint_directory_or_what_is_said(said: Any, watched: tuple[str, ...]) -> None:
     assert load(watch=said).watch == watched
     if isinstance(said, str):
-        assert load(environment={"MOORING_WATCH": said}).watch == watched
+        assert load(environment={"KEEPSTEP_WATCH": said}).watch == watched
 
 
 def test_the_watched_directories_reach_a_child_process_also_when_there_are_none() -> None:
@@ -148,18 +148,18 @@ def test_all_mistakes_are_reported_at_once(file: Path) -> None:
         destination="gs://bucket",
         grace_seconds="soon",
         verify_tls="perhaps",
-        environment={"MOORING_S3_ADDRESSING": "sideways", "MOORING_S3_TAGS": "team", "MOORING_PEAK_FACTOR": "-1"},
+        environment={"KEEPSTEP_S3_ADDRESSING": "sideways", "KEEPSTEP_S3_TAGS": "team", "KEEPSTEP_PEAK_FACTOR": "-1"},
         file=file,
     )
     assert sorted(found) == sorted(
         [
-            "MOORING_S3_ADDRESSING: 'sideways' is not one of auto, path, virtual",
-            "MOORING_S3_TAGS: 'team' is not key=value",
-            "MOORING_PEAK_FACTOR: -1 must be 0 or more",
+            "KEEPSTEP_S3_ADDRESSING: 'sideways' is not one of auto, path, virtual",
+            "KEEPSTEP_S3_TAGS: 'team' is not key=value",
+            "KEEPSTEP_PEAK_FACTOR: -1 must be 0 or more",
             "--grace-seconds: 'soon' is not a number",
             "--verify-tls: 'perhaps' is neither true nor false",
             f"{file} has an unknown setting transfer.max_concurency; did you mean transfer.max_concurrency?",
-            "volume is not set: give --volume or MOORING_VOLUME",
+            "volume is not set: give --volume or KEEPSTEP_VOLUME",
             "destination 'gs://bucket' is neither s3://bucket/prefix nor file:///absolute/path",
             "keep_every_steps needs keep_last: with keep_last 0 everything is kept",
         ]
@@ -304,10 +304,10 @@ def test_the_longest_prefix_and_the_largest_part_are_taken() -> None:
 
 
 def test_a_mistyped_variable_is_named_with_what_was_meant() -> None:
-    environment = {"MOORING_DESTINATON": "s3://bucket/run", "MOORING_SINK": "1", "MOORING_VOLUME": "/volume"}
+    environment = {"KEEPSTEP_DESTINATON": "s3://bucket/run", "KEEPSTEP_SINK": "1", "KEEPSTEP_VOLUME": "/volume"}
     said = [
-        "the variable MOORING_DESTINATON is not a setting; did you mean MOORING_DESTINATION?",
-        "the variable MOORING_SINK is not a setting",
+        "the variable KEEPSTEP_DESTINATON is not a setting; did you mean KEEPSTEP_DESTINATION?",
+        "the variable KEEPSTEP_SINK is not a setting",
     ]
     assert list(unknown_variables(environment)) == said
     assert problems(destination=None, environment=environment)[1:] == said
@@ -315,4 +315,4 @@ def test_a_mistyped_variable_is_named_with_what_was_meant() -> None:
 
 def test_the_variables_of_kubernetes_services_are_nobodys_mistake() -> None:
     names = ("SERVICE_HOST", "SERVICE_PORT", "PORT", "PORT_443_TCP", "PORT_443_TCP_ADDR", "WEBHOOK_SERVICE_PORT_HTTPS")
-    assert list(unknown_variables({f"MOORING_{name}": "10.0.0.1" for name in names})) == []
+    assert list(unknown_variables({f"KEEPSTEP_{name}": "10.0.0.1" for name in names})) == []

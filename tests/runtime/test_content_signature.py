@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from mooring_agent.adapters.volume.content_check import content_signature
-from mooring_agent.core.errors import ErrorKind, MooringError
+from keepstep_agent.adapters.volume.content_check import content_signature
+from keepstep_agent.core.errors import ErrorKind, KeepstepError
 
 
 def test_it_changes_when_a_file_is_added_rewritten_or_removed(tmp_path: Path) -> None:
@@ -40,7 +40,7 @@ def test_what_the_trainer_rotates_meanwhile_is_at_most_missing(tmp_path: Path) -
         for _ in range(500):
             try:
                 content_signature(tmp_path, str(tmp_path / "checkpoint"))
-            except MooringError as error:
+            except KeepstepError as error:
                 kinds.add(error.kind)
     finally:
         stop.set()
@@ -56,6 +56,6 @@ def test_a_path_outside_the_volume_is_refused_before_it_is_walked(
         raise AssertionError("walked")
 
     monkeypatch.setattr("os.walk", fail)
-    with pytest.raises(MooringError) as caught:
+    with pytest.raises(KeepstepError) as caught:
         content_signature(tmp_path, path)
     assert caught.value.hint

@@ -11,10 +11,10 @@ from typing import Any, cast
 
 import pytest
 
-from mooring_agent.adapters.volume.disk import VolumeMeter
-from mooring_agent.ports import DiskReading
-from mooring_agent.runtime.monitors import monitors
-from mooring_agent.runtime.monitors.monitors import Monitors
+from keepstep_agent.adapters.volume.disk import VolumeMeter
+from keepstep_agent.ports import DiskReading
+from keepstep_agent.runtime.monitors import monitors
+from keepstep_agent.runtime.monitors.monitors import Monitors
 
 _WALK_SECONDS = 0.03
 _BOUND_SECONDS = 60.0

@@ -6,21 +6,21 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from mooring_agent.adapters.rate_limit import RateLimiter
-from mooring_agent.adapters.volume.staging_area import LocalStagingArea
-from mooring_agent.core.agent.commands import CancelWork, CheckSent, Command, CreateUpload, PutFile, Release
-from mooring_agent.core.agent.events import Event, Released, SentChecked, WorkCancelled, WorkFailed
-from mooring_agent.core.agent.state import State
-from mooring_agent.core.agent.work import Operation, WorkId
-from mooring_agent.core.errors import ErrorKind
-from mooring_agent.core.model import Fingerprint, Kind, RankManifest, Region, SaveInfo, StagedFile
-from mooring_agent.core.settings.values import Settings, StoreSettings
-from mooring_agent.runtime.process.app import SystemClock
-from mooring_agent.runtime.work.dispatcher import Dispatcher
-from mooring_agent.runtime.work.duplicate_save_guard import DuplicateSaveGuard
-from mooring_agent.runtime.work.pruner import Pruner
-from mooring_agent.runtime.work.ready_store import ReadyStore
-from mooring_agent.runtime.work.reconciler import Reconciler
+from keepstep_agent.adapters.rate_limit import RateLimiter
+from keepstep_agent.adapters.volume.staging_area import LocalStagingArea
+from keepstep_agent.core.agent.commands import CancelWork, CheckSent, Command, CreateUpload, PutFile, Release
+from keepstep_agent.core.agent.events import Event, Released, SentChecked, WorkCancelled, WorkFailed
+from keepstep_agent.core.agent.state import State
+from keepstep_agent.core.agent.work import Operation, WorkId
+from keepstep_agent.core.errors import ErrorKind
+from keepstep_agent.core.model import Fingerprint, Kind, RankManifest, Region, SaveInfo, StagedFile
+from keepstep_agent.core.settings.values import Settings, StoreSettings
+from keepstep_agent.runtime.process.app import SystemClock
+from keepstep_agent.runtime.work.dispatcher import Dispatcher
+from keepstep_agent.runtime.work.duplicate_save_guard import DuplicateSaveGuard
+from keepstep_agent.runtime.work.pruner import Pruner
+from keepstep_agent.runtime.work.ready_store import ReadyStore
+from keepstep_agent.runtime.work.reconciler import Reconciler
 
 HANG_SECONDS = 30.0
 

@@ -9,11 +9,11 @@ from tests.core.play import Play
 from tests.fakes.fake_store import FakeStore
 from tests.restore.stored_checkpoints import store_checkpoint, store_ranks
 
-from mooring_agent.core.errors import ErrorKind, StoreError
-from mooring_agent.core.model import AnnouncementTime, FileEntry, Kind, RankManifest, SaveInfo
-from mooring_agent.core.stored.manifest import encode_manifest
-from mooring_agent.core.stored.object_layout import manifest_key, marker_key
-from mooring_agent.runtime.work.duplicate_save_guard import DuplicateSaveGuard, is_committed
+from keepstep_agent.core.errors import ErrorKind, StoreError
+from keepstep_agent.core.model import AnnouncementTime, FileEntry, Kind, RankManifest, SaveInfo
+from keepstep_agent.core.stored.manifest import encode_manifest
+from keepstep_agent.core.stored.object_layout import manifest_key, marker_key
+from keepstep_agent.runtime.work.duplicate_save_guard import DuplicateSaveGuard, is_committed
 
 
 class _StoreThatTakesTime(FakeStore):

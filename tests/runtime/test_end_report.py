@@ -4,11 +4,11 @@ import pytest
 from structlog.testing import capture_logs
 from tests.core.play import PART_BYTES, Play
 
-from mooring_agent.core.agent.events import RanksSeen, TerminationNoticed
-from mooring_agent.core.agent.work import Operation
-from mooring_agent.core.model import Kind
-from mooring_agent.runtime.engine.telemetry import RefusalLog
-from mooring_agent.runtime.monitors.monitors import say_what_is_open
+from keepstep_agent.core.agent.events import RanksSeen, TerminationNoticed
+from keepstep_agent.core.agent.work import Operation
+from keepstep_agent.core.model import Kind
+from keepstep_agent.runtime.engine.telemetry import RefusalLog
+from keepstep_agent.runtime.monitors.monitors import say_what_is_open
 
 
 def _said(play: Play, capsys: pytest.CaptureFixture[str]) -> tuple[dict[str, object], list[str]]:
@@ -30,7 +30,7 @@ def test_what_is_open_is_said_with_its_bytes_its_time_and_the_deadline(capsys: p
     assert (line["event"], line["not_durable"], line["seconds_left"]) == ("termination.open", 2, 30.0)
     assert line["remaining_bytes"] == 4 * PART_BYTES
     assert line["seconds_needed"] == pytest.approx(4 * PART_BYTES / play.state.upload_rate.bytes_per_second, abs=0.1)
-    assert said[0].startswith("mooring: SIGTERM: 30.0 s until SIGKILL")
+    assert said[0].startswith("keepstep: SIGTERM: 30.0 s until SIGKILL")
     assert "checkpoint-2 (step 2, periodic)" in said[1]
     assert f"{3 * PART_BYTES} of {4 * PART_BYTES} bytes left" in said[1]
     assert "checkpoint-1 (step 1, periodic)" in said[2]
@@ -51,7 +51,7 @@ def test_trainers_that_still_owe_their_last_save_are_waited_for_aloud(capsys: py
     line, said = _said(play, capsys)
     assert line["awaits_save"] is True
     assert said == [
-        "mooring: SIGTERM: no deadline; not durable yet: 0 checkpoints, 0 bytes; waiting for the trainers' last save"
+        "keepstep: SIGTERM: no deadline; not durable yet: 0 checkpoints, 0 bytes; waiting for the trainers' last save"
     ]
 
 
@@ -61,7 +61,7 @@ def test_of_thousands_only_the_newest_are_named(capsys: pytest.CaptureFixture[st
         play.announce(f"s{number}")
     _, said = _said(play, capsys)
     assert len(said) == 12
-    assert said[-1] == "mooring: open: and 90 older ones"
+    assert said[-1] == "keepstep: open: and 90 older ones"
 
 
 def test_a_save_that_is_refused_again_and_again_is_one_line() -> None:

@@ -12,16 +12,16 @@ import pytest
 from tests.adapters.test_unannounced import keep
 from tests.core.play import Play, settings
 
-from mooring_agent.core.agent.events import Event, RanksSeen, StopRequested, TerminationNoticed
-from mooring_agent.core.settings.values import Settings, TerminationSettings
-from mooring_agent.runtime.api.server import AgentService
-from mooring_agent.runtime.monitors import monitors
-from mooring_agent.runtime.monitors.monitors import Monitors
-from mooring_agent.runtime.monitors.ranks import RanksLook
-from mooring_agent.runtime.monitors.unannounced import UnannouncedRecovery
-from mooring_agent.runtime.work.announcements import Announcement
-from mooring_api.names import CHECKPOINT_DIRECTORY
-from mooring_api.v1 import agent_pb2
+from keepstep_agent.core.agent.events import Event, RanksSeen, StopRequested, TerminationNoticed
+from keepstep_agent.core.settings.values import Settings, TerminationSettings
+from keepstep_agent.runtime.api.server import AgentService
+from keepstep_agent.runtime.monitors import monitors
+from keepstep_agent.runtime.monitors.monitors import Monitors
+from keepstep_agent.runtime.monitors.ranks import RanksLook
+from keepstep_agent.runtime.monitors.unannounced import UnannouncedRecovery
+from keepstep_agent.runtime.work.announcements import Announcement
+from keepstep_api.names import CHECKPOINT_DIRECTORY
+from keepstep_api.v1 import agent_pb2
 
 _LIMIT_SECONDS = 60.0
 

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mooring_agent.core.agent.events import DURABLE, Announced, DurableEvent, Exited, RankRegistered
-from mooring_agent.core.agent.work import WorkId
-from mooring_agent.core.limits import LOCAL_RANKS
-from mooring_agent.core.model import Kind, SaveInfo
-from mooring_agent.runtime.engine.event_codec import UnknownRecordError, decode_event, encode_event
+from keepstep_agent.core.agent.events import DURABLE, Announced, DurableEvent, Exited, RankRegistered
+from keepstep_agent.core.agent.work import WorkId
+from keepstep_agent.core.limits import LOCAL_RANKS
+from keepstep_agent.core.model import Kind, SaveInfo
+from keepstep_agent.runtime.engine.event_codec import UnknownRecordError, decode_event, encode_event
 
 _UNSIGNED_64_BITS = 2**64 - 1
 

@@ -2,9 +2,9 @@
 
 from structlog.testing import capture_logs
 
-from mooring_agent.core.agent.work import Operation, WorkId
-from mooring_agent.core.errors import ErrorKind, StoreError
-from mooring_agent.runtime.engine.telemetry import FailureLog
+from keepstep_agent.core.agent.work import Operation, WorkId
+from keepstep_agent.core.errors import ErrorKind, StoreError
+from keepstep_agent.runtime.engine.telemetry import FailureLog
 
 
 def _work(number: int) -> WorkId:

@@ -8,10 +8,10 @@ import pytest
 from google.rpc import error_details_pb2, status_pb2
 from structlog.testing import capture_logs
 
-from mooring_agent.core.errors import ErrorKind, MooringError
-from mooring_agent.runtime.api.errors import STATUS, ErrorsAnswered, status_of
-from mooring_api.names import ERROR_DOMAIN
-from mooring_api.v1 import agent_pb2, agent_pb2_grpc
+from keepstep_agent.core.errors import ErrorKind, KeepstepError
+from keepstep_agent.runtime.api.errors import STATUS, ErrorsAnswered, status_of
+from keepstep_api.names import ERROR_DOMAIN
+from keepstep_api.v1 import agent_pb2, agent_pb2_grpc
 
 CALLERS = {
     ErrorKind.PATH_OUTSIDE_VOLUME: ("INVALID_ARGUMENT", "PATH_OUTSIDE_VOLUME"),
@@ -33,7 +33,7 @@ OTHERS = ("ABORTED", "CHECKPOINT_FAILED")
 @pytest.mark.parametrize("kind", ErrorKind)
 def test_every_kind_of_error_is_one_status_with_reason_and_hint(kind: ErrorKind) -> None:
     code, reason = CALLERS.get(kind, OTHERS)
-    status = status_of(MooringError(kind, "it went wrong", hint="do this"))
+    status = status_of(KeepstepError(kind, "it went wrong", hint="do this"))
     info = error_details_pb2.ErrorInfo()
     assert status.details[0].Unpack(info)
     assert status.code == grpc.StatusCode[code].value[0]
@@ -48,7 +48,7 @@ def test_every_reason_of_the_wire_api_is_used() -> None:
 
 
 def test_an_error_without_a_hint_says_only_what_happened() -> None:
-    assert status_of(MooringError(ErrorKind.BAD_REQUEST, "it went wrong")).message == "it went wrong"
+    assert status_of(KeepstepError(ErrorKind.BAD_REQUEST, "it went wrong")).message == "it went wrong"
 
 
 def test_our_own_bug_is_internal_and_says_what_to_do() -> None:
@@ -77,7 +77,7 @@ class _Service(agent_pb2_grpc.AgentServicer):
 @pytest.mark.parametrize(
     ("error", "code", "kind"),
     [
-        (MooringError(ErrorKind.VOLUME_UNUSABLE, "no volume", hint="mount it"), "UNAVAILABLE", "volume-unusable"),
+        (KeepstepError(ErrorKind.VOLUME_UNUSABLE, "no volume", hint="mount it"), "UNAVAILABLE", "volume-unusable"),
         (OSError("no such thing"), "INTERNAL", "internal"),
         (ValueError("embedded null byte"), "INTERNAL", "internal"),
     ],

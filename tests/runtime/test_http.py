@@ -16,12 +16,12 @@ from tests.harness.agent_process import AgentProcess, wait_until, write_checkpoi
 from tests.servers.loopback import needs_ipv6
 from tests.servers.process import free_port
 
-from mooring_agent.core.injection.mutation import mutate
-from mooring_agent.core.injection.spec import Injection, InjectionDefaults, Mutation
-from mooring_api.names import POD_METRICS_PORT
+from keepstep_agent.core.injection.mutation import mutate
+from keepstep_agent.core.injection.spec import Injection, InjectionDefaults, Mutation
+from keepstep_api.names import POD_METRICS_PORT
 
 CALL_SECONDS = 30.0
-SERVICE = "mooring.v1.Agent"
+SERVICE = "keepstep.v1.Agent"
 
 
 @pytest.fixture
@@ -54,30 +54,30 @@ def metrics(address: str) -> dict[tuple[str, ...], float]:
 
 def test_metrics_tell_what_a_crash_would_cost_before_and_after_a_commit(agent: AgentProcess, address: str) -> None:
     before = metrics(address)
-    assert before["mooring_recovery_point_age_seconds",] == -1
-    assert before["mooring_recovery_point_step",] == -1
-    assert before["mooring_checkpoints_total", "committed"] == 0
-    assert before["mooring_grace_seconds",] == 77
+    assert before["keepstep_recovery_point_age_seconds",] == -1
+    assert before["keepstep_recovery_point_step",] == -1
+    assert before["keepstep_checkpoints_total", "committed"] == 0
+    assert before["keepstep_grace_seconds",] == 77
 
     source = write_checkpoint(agent.checkpoints / "checkpoint-12", {"model.safetensors": 3_000_000})
     agent.wait_committed(agent.announce(source, 12).save)
 
     after = metrics(address)
-    assert 0 <= after["mooring_recovery_point_age_seconds",] < 60
-    assert after["mooring_recovery_point_step",] == 12
-    assert after["mooring_backlog_bytes",] == 0
-    assert after["mooring_stored_bytes_total",] == 3_000_000
-    assert after["mooring_checkpoints_total", "committed"] == 1
-    assert after["mooring_checkpoints_total", "failed"] == 0
-    assert after["mooring_terminating",] == 0
+    assert 0 <= after["keepstep_recovery_point_age_seconds",] < 60
+    assert after["keepstep_recovery_point_step",] == 12
+    assert after["keepstep_backlog_bytes",] == 0
+    assert after["keepstep_stored_bytes_total",] == 3_000_000
+    assert after["keepstep_checkpoints_total", "committed"] == 1
+    assert after["keepstep_checkpoints_total", "failed"] == 0
+    assert after["keepstep_terminating",] == 0
 
 
 def test_metrics_count_what_failed_and_why(agent: AgentProcess, address: str) -> None:
     with pytest.raises(grpc.RpcError):
         agent.announce(agent.checkpoints / "nothing-here", 1, save="attempt-1")
     after = metrics(address)
-    assert after["mooring_checkpoints_total", "failed"] == 1
-    assert after["mooring_work_failures_total", "file-missing"] == 1
+    assert after["keepstep_checkpoints_total", "failed"] == 1
+    assert after["keepstep_work_failures_total", "file-missing"] == 1
 
 
 def test_the_probes_answer_while_the_agent_serves(agent: AgentProcess, address: str) -> None:
@@ -134,12 +134,12 @@ def test_where_an_injected_pods_agent_listens_ipv4_and_ipv6_reach_it(tmp_path: P
     """As a cluster may have IPv6 alone, or both."""
     injection = Injection(destination="s3://bucket/run", run_as_user=1000)
     pod = {"metadata": {}, "spec": {"containers": [{"name": "train", "image": "example.com/train:1"}]}}
-    mutation = mutate(pod, injection, InjectionDefaults(image="example.com/mooring:1"))
+    mutation = mutate(pod, injection, InjectionDefaults(image="example.com/keepstep:1"))
     assert isinstance(mutation, Mutation)
     containers = [one for step in mutation.patch if step["path"] == "/spec/initContainers" for one in step["value"]]
     variables = {one["name"]: one["value"] for one in containers[-1]["env"]}
     port = free_port()
-    injected = variables["MOORING_HTTP_ADDRESS"].replace(str(POD_METRICS_PORT), str(port))
+    injected = variables["KEEPSTEP_HTTP_ADDRESS"].replace(str(POD_METRICS_PORT), str(port))
     with AgentProcess(tmp_path / "volume", f"file://{tmp_path}/bucket", http_address=injected) as agent:
         wait_until(lambda: bool(agent.log("http.serving")), CALL_SECONDS, "the pages are served")
         assert get(f"127.0.0.1:{port}", "/healthz") == (200, "ok\n")

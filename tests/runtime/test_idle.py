@@ -16,7 +16,7 @@ from tests.servers.fault_proxy import FaultProxy
 from tests.servers.process import free_port
 from tests.servers.server import Bucket
 
-from mooring_agent.core.settings.values import MIB
+from keepstep_agent.core.settings.values import MIB
 
 CALL_SECONDS = 30.0
 RUN_SECONDS = 100.0

@@ -10,9 +10,9 @@ from structlog.testing import capture_logs
 from tests.core.play import PART_BYTES, Play, settings
 from tests.fakes.fake_journal import FakeJournal
 
-from mooring_agent.adapters.volume.staging_area import LocalStagingArea
-from mooring_agent.core.agent.commands import Stage
-from mooring_agent.core.agent.events import (
+from keepstep_agent.adapters.volume.staging_area import LocalStagingArea
+from keepstep_agent.core.agent.commands import Stage
+from keepstep_agent.core.agent.events import (
     Announced,
     Committed,
     DurableEvent,
@@ -21,14 +21,14 @@ from mooring_agent.core.agent.events import (
     Staged,
     TerminationNoticed,
 )
-from mooring_agent.core.agent.work import Operation, WorkId
-from mooring_agent.core.errors import MooringError
-from mooring_agent.core.model import Kind, Phase, RankManifest, SaveInfo, StagedFile
-from mooring_agent.ports import StagedDescriptor, StageRequest
-from mooring_agent.runtime.engine.event_codec import encode_event
-from mooring_agent.runtime.engine.journaling import compact, recover
-from mooring_agent.runtime.process.app import SystemClock
-from mooring_agent.runtime.work.transfers import stage
+from keepstep_agent.core.agent.work import Operation, WorkId
+from keepstep_agent.core.errors import KeepstepError
+from keepstep_agent.core.model import Kind, Phase, RankManifest, SaveInfo, StagedFile
+from keepstep_agent.ports import StagedDescriptor, StageRequest
+from keepstep_agent.runtime.engine.event_codec import encode_event
+from keepstep_agent.runtime.engine.journaling import compact, recover
+from keepstep_agent.runtime.process.app import SystemClock
+from keepstep_agent.runtime.work.transfers import stage
 
 
 class _NothingStaged:
@@ -173,7 +173,7 @@ def test_a_record_that_changed_while_the_agent_runs_keeps_the_journal_as_long_as
     journal = _journal_of(play)
     first, *others = journal.replay()
     journal.rewrite([first[:-3], *others])
-    with pytest.raises(MooringError, match="checksum"):
+    with pytest.raises(KeepstepError, match="checksum"):
         compact(play.state, journal)
     assert len(list(journal.replay())) == 1 + len(others)
 

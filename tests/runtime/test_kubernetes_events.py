@@ -12,16 +12,16 @@ from tests.core.play import Play
 from tests.fakes.fake_cluster import FakeCluster
 from tests.runtime.patience import LIMIT_SECONDS, until
 
-from mooring_agent.core.agent.events import Committed, Failed, StepSeen, WorkFailed
-from mooring_agent.core.agent.reducer import advance
-from mooring_agent.core.agent.work import Operation, WorkId
-from mooring_agent.core.errors import ErrorKind
-from mooring_agent.core.model import Kind
-from mooring_agent.core.policies.progress import StepSign
-from mooring_agent.core.settings.values import Duration, ProgressSettings
-from mooring_agent.runtime.monitors.kubernetes_events import KubernetesEvents
-from mooring_agent.runtime.work.fetches import FetchProgress
-from mooring_api.names import ANNOTATION_LAST_COMMITTED
+from keepstep_agent.core.agent.events import Committed, Failed, StepSeen, WorkFailed
+from keepstep_agent.core.agent.reducer import advance
+from keepstep_agent.core.agent.work import Operation, WorkId
+from keepstep_agent.core.errors import ErrorKind
+from keepstep_agent.core.model import Kind
+from keepstep_agent.core.policies.progress import StepSign
+from keepstep_agent.core.settings.values import Duration, ProgressSettings
+from keepstep_agent.runtime.monitors.kubernetes_events import KubernetesEvents
+from keepstep_agent.runtime.work.fetches import FetchProgress
+from keepstep_api.names import ANNOTATION_LAST_COMMITTED
 
 LONG_SECONDS = 3600.0
 

@@ -12,9 +12,9 @@ from tests.fakes.fake_ready_store import FakeReadyStore, StoreClock
 from tests.fakes.fake_store import FakeStore
 from tests.runtime.patience import LIMIT_SECONDS, until
 
-from mooring_agent.catalog.ledger import read_ledger
-from mooring_agent.core.agent.commands import Exit
-from mooring_agent.core.agent.events import (
+from keepstep_agent.catalog.ledger import read_ledger
+from keepstep_agent.core.agent.commands import Exit
+from keepstep_agent.core.agent.events import (
     Committed,
     Event,
     RanksSeen,
@@ -24,10 +24,10 @@ from mooring_agent.core.agent.events import (
     StepSeen,
     TerminationNoticed,
 )
-from mooring_agent.core.agent.work import Operation, WorkId
-from mooring_agent.core.errors import ErrorKind
-from mooring_agent.core.policies.progress import StepSign
-from mooring_agent.core.stored.ledger import (
+from keepstep_agent.core.agent.work import Operation, WorkId
+from keepstep_agent.core.errors import ErrorKind
+from keepstep_agent.core.policies.progress import StepSign
+from keepstep_agent.core.stored.ledger import (
     AgentEnded,
     AgentStarted,
     Alive,
@@ -39,8 +39,8 @@ from mooring_agent.core.stored.ledger import (
     Saved,
     SaveLost,
 )
-from mooring_agent.restore.start_record import StartRecord
-from mooring_agent.runtime.monitors.ledger import LedgerWriter
+from keepstep_agent.restore.start_record import StartRecord
+from keepstep_agent.runtime.monitors.ledger import LedgerWriter
 
 LONG_SECONDS = 3600.0
 RESTORED = StartRecord(began_at=5.0, restored_at=9.0, resumed=Resumed.SAVE, step=70, save="of-70", start="one")

@@ -8,13 +8,13 @@ import pytest
 
 _LOG = """
 import structlog
-from mooring_agent.runtime.engine.logs import configure_logs
+from keepstep_agent.runtime.engine.logs import configure_logs
 configure_logs({log_format!r})
 structlog.get_logger().info("agent.serving", volume="/volume")
 """
 _SAY = """
-from mooring_agent.runtime.engine.logs import say
-say("mooring: not durable: step 7")
+from keepstep_agent.runtime.engine.logs import say
+say("keepstep: not durable: step 7")
 """
 
 

@@ -9,9 +9,9 @@ from tests.fakes.fake_ready_store import FakeReadyStore, StoreClock
 from tests.fakes.fake_store import FakeStore
 from tests.restore.stored_checkpoints import store_checkpoint
 
-from mooring_agent.core.agent.events import Committed
-from mooring_agent.core.agent.work import Operation, WorkId
-from mooring_agent.runtime.monitors.other_writers import OtherWriters
+from keepstep_agent.core.agent.events import Committed
+from keepstep_agent.core.agent.work import Operation, WorkId
+from keepstep_agent.runtime.monitors.other_writers import OtherWriters
 
 
 class _Agent:

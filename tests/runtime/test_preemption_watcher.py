@@ -10,9 +10,9 @@ from structlog.testing import capture_logs
 from tests.fakes.fake_preemption_source import FakePreemptionSource
 from tests.runtime.patience import until
 
-from mooring_agent.core.settings.values import TerminationSettings
-from mooring_agent.ports import TerminationNotice
-from mooring_agent.runtime.monitors.preemption import PreemptionWatcher, preemption_watcher
+from keepstep_agent.core.settings.values import TerminationSettings
+from keepstep_agent.ports import TerminationNotice
+from keepstep_agent.runtime.monitors.preemption import PreemptionWatcher, preemption_watcher
 
 SOON = TerminationNotice(key="spot", left_seconds=120.0, source="fake spot")
 

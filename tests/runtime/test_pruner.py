@@ -12,17 +12,17 @@ from tests.fakes.fake_ready_store import FakeReadyStore, StoreClock
 from tests.fakes.fake_store import FakeStore
 from tests.restore.stored_checkpoints import store_checkpoint
 
-from mooring_agent.catalog.markers import list_committed
-from mooring_agent.core.agent.commands import Prune
-from mooring_agent.core.agent.events import Committed
-from mooring_agent.core.agent.work import Operation, WorkId
-from mooring_agent.core.errors import ErrorKind, StoreError
-from mooring_agent.core.policies.restore_choice import Pin, encode_pin
-from mooring_agent.core.policies.retention import horizon as horizon_rules
-from mooring_agent.core.settings.values import RetentionSettings
-from mooring_agent.core.stored.object_layout import RESUME_PREFIX, pin_key
-from mooring_agent.runtime.work import pruner
-from mooring_agent.runtime.work.pruner import LeftoverRemover, Pruner
+from keepstep_agent.catalog.markers import list_committed
+from keepstep_agent.core.agent.commands import Prune
+from keepstep_agent.core.agent.events import Committed
+from keepstep_agent.core.agent.work import Operation, WorkId
+from keepstep_agent.core.errors import ErrorKind, StoreError
+from keepstep_agent.core.policies.restore_choice import Pin, encode_pin
+from keepstep_agent.core.policies.retention import horizon as horizon_rules
+from keepstep_agent.core.settings.values import RetentionSettings
+from keepstep_agent.core.stored.object_layout import RESUME_PREFIX, pin_key
+from keepstep_agent.runtime.work import pruner
+from keepstep_agent.runtime.work.pruner import LeftoverRemover, Pruner
 
 DAY = 24 * 3600.0
 _LIMIT_SECONDS = 60.0

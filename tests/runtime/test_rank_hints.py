@@ -4,9 +4,9 @@ import asyncio
 import sys
 from pathlib import Path
 
-from mooring_agent.adapters.liveness import RankLocks
-from mooring_agent.runtime.monitors.ranks import rank_hints
-from mooring_api.names import RANKS_DIRECTORY, STATE_DIRECTORY
+from keepstep_agent.adapters.liveness import RankLocks
+from keepstep_agent.runtime.monitors.ranks import rank_hints
+from keepstep_api.names import RANKS_DIRECTORY, STATE_DIRECTORY
 
 HINT_SECONDS = 30.0
 TRAINER = """

@@ -9,10 +9,10 @@ from typing import Any, cast
 import pytest
 from structlog.testing import capture_logs
 
-from mooring_agent.core.errors import ErrorKind, VolumeError
-from mooring_agent.core.policies.progress import Progress
-from mooring_agent.runtime.monitors.monitors import Monitors
-from mooring_agent.runtime.monitors.ranks import RanksLook
+from keepstep_agent.core.errors import ErrorKind, VolumeError
+from keepstep_agent.core.policies.progress import Progress
+from keepstep_agent.runtime.monitors.monitors import Monitors
+from keepstep_agent.runtime.monitors.ranks import RanksLook
 
 
 class _Presence:

@@ -7,7 +7,7 @@ import pytest
 from tests.harness.agent_process import AgentProcess, write_checkpoint
 from tests.harness.memory_folder import folder_in_memory
 
-from mooring_agent.core.settings.values import MIB
+from keepstep_agent.core.settings.values import MIB
 
 SIZE_BYTES = 64 * MIB
 GRACE_SECONDS = 600.0

@@ -10,15 +10,15 @@ from tests.core.play import PART_BYTES, Play
 from tests.fakes.fake_store import FakeStore
 from tests.restore.stored_checkpoints import store_checkpoint
 
-from mooring_agent.adapters.volume.staging_area import LocalStagingArea
-from mooring_agent.core.agent.commands import Reconcile
-from mooring_agent.core.agent.events import Committed, Started
-from mooring_agent.core.agent.work import Operation, WorkId
-from mooring_agent.core.errors import ErrorKind, StoreError, VolumeError
-from mooring_agent.core.model import AnnouncementTime, Phase
-from mooring_agent.core.stored.object_layout import marker_key
-from mooring_agent.runtime.process.app import SystemClock
-from mooring_agent.runtime.work.reconciler import Reconciler
+from keepstep_agent.adapters.volume.staging_area import LocalStagingArea
+from keepstep_agent.core.agent.commands import Reconcile
+from keepstep_agent.core.agent.events import Committed, Started
+from keepstep_agent.core.agent.work import Operation, WorkId
+from keepstep_agent.core.errors import ErrorKind, StoreError, VolumeError
+from keepstep_agent.core.model import AnnouncementTime, Phase
+from keepstep_agent.core.stored.object_layout import marker_key
+from keepstep_agent.runtime.process.app import SystemClock
+from keepstep_agent.runtime.work.reconciler import Reconciler
 
 
 @pytest.fixture

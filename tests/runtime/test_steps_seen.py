@@ -10,17 +10,17 @@ from structlog.testing import capture_logs
 from tests.core.play import settings
 from tests.harness.trainer_process import TrainerProcess
 
-from mooring_agent.adapters.liveness import RankLocks
-from mooring_agent.core.agent.events import Event
-from mooring_agent.core.agent.reducer import advance
-from mooring_agent.core.agent.state import State
-from mooring_agent.core.policies.progress import StepSign
-from mooring_agent.core.settings.values import Duration, ProgressSettings
-from mooring_agent.runtime.engine.engine import Engine
-from mooring_agent.runtime.monitors.progress import StepWatch
-from mooring_agent.runtime.monitors.ranks import LiveRanks, RanksLook
-from mooring_api.names import RANKS_DIRECTORY, STATE_DIRECTORY
-from mooring_api.step_file import StepRecord, encode
+from keepstep_agent.adapters.liveness import RankLocks
+from keepstep_agent.core.agent.events import Event
+from keepstep_agent.core.agent.reducer import advance
+from keepstep_agent.core.agent.state import State
+from keepstep_agent.core.policies.progress import StepSign
+from keepstep_agent.core.settings.values import Duration, ProgressSettings
+from keepstep_agent.runtime.engine.engine import Engine
+from keepstep_agent.runtime.monitors.progress import StepWatch
+from keepstep_agent.runtime.monitors.ranks import LiveRanks, RanksLook
+from keepstep_api.names import RANKS_DIRECTORY, STATE_DIRECTORY
+from keepstep_api.step_file import StepRecord, encode
 
 NOW_UNIX = 1_700_000_000.0
 TIMEOUT_SECONDS = 1800.0

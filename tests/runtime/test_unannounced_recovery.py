@@ -16,12 +16,12 @@ from tests.fakes.fake_ready_store import FakeReadyStore
 from tests.fakes.fake_store import FakeStore
 from tests.restore.stored_checkpoints import store_checkpoint
 
-from mooring_agent.adapters.volume.content_check import content_signature
-from mooring_agent.core.errors import ErrorKind, RequestError
-from mooring_agent.core.stored.object_layout import marker_key
-from mooring_agent.runtime.monitors.unannounced import UnannouncedRecovery
-from mooring_agent.runtime.work.announcements import Announcement
-from mooring_api.names import CHECKPOINT_DIRECTORY
+from keepstep_agent.adapters.volume.content_check import content_signature
+from keepstep_agent.core.errors import ErrorKind, RequestError
+from keepstep_agent.core.stored.object_layout import marker_key
+from keepstep_agent.runtime.monitors.unannounced import UnannouncedRecovery
+from keepstep_agent.runtime.work.announcements import Announcement
+from keepstep_api.names import CHECKPOINT_DIRECTORY
 
 
 class _Announced:

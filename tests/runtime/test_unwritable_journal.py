@@ -10,18 +10,18 @@ import pytest
 from tests.core.play import Play, settings
 from tests.fakes.fake_journal import FakeJournal
 
-from mooring_agent.adapters.volume.staging_area import LocalStagingArea
-from mooring_agent.core.agent.commands import Command, Release
-from mooring_agent.core.agent.events import Announced, Committed, Exited, Staged, WorkFailed
-from mooring_agent.core.agent.work import Operation, WorkId
-from mooring_agent.core.errors import ErrorKind, VolumeError
-from mooring_agent.core.model import Phase, StagedFile
-from mooring_agent.ports import StagedDescriptor
-from mooring_agent.runtime.engine.engine import Engine
-from mooring_agent.runtime.engine.event_codec import decode_event, encode_event
-from mooring_agent.runtime.engine.journaling import recover
-from mooring_agent.runtime.process.app import SystemClock
-from mooring_agent.runtime.work.announcements import Announcement, Announcements
+from keepstep_agent.adapters.volume.staging_area import LocalStagingArea
+from keepstep_agent.core.agent.commands import Command, Release
+from keepstep_agent.core.agent.events import Announced, Committed, Exited, Staged, WorkFailed
+from keepstep_agent.core.agent.work import Operation, WorkId
+from keepstep_agent.core.errors import ErrorKind, VolumeError
+from keepstep_agent.core.model import Phase, StagedFile
+from keepstep_agent.ports import StagedDescriptor
+from keepstep_agent.runtime.engine.engine import Engine
+from keepstep_agent.runtime.engine.event_codec import decode_event, encode_event
+from keepstep_agent.runtime.engine.journaling import recover
+from keepstep_agent.runtime.process.app import SystemClock
+from keepstep_agent.runtime.work.announcements import Announcement, Announcements
 
 _LIMIT_SECONDS = 60
 

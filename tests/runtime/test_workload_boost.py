@@ -15,11 +15,11 @@ from tests.fakes.fake_api_server import FakeApiServer
 from tests.runtime.patience import until
 from tests.servers.tls import Certificate
 
-from mooring_agent.adapters.kubernetes import BOOST_ANNOTATION, JOB_LABEL
-from mooring_agent.core.errors import ClusterError, ErrorKind
-from mooring_agent.core.policies.priority_boost import priority_boost
-from mooring_agent.core.settings.values import ClusterSettings
-from mooring_agent.runtime.monitors.workload_boost import WorkloadBoost, workload_boost
+from keepstep_agent.adapters.kubernetes import BOOST_ANNOTATION, JOB_LABEL
+from keepstep_agent.core.errors import ClusterError, ErrorKind
+from keepstep_agent.core.policies.priority_boost import priority_boost
+from keepstep_agent.core.settings.values import ClusterSettings
+from keepstep_agent.runtime.monitors.workload_boost import WorkloadBoost, workload_boost
 
 DEPTH = 100
 USUAL_SECONDS = 1800.0

@@ -23,7 +23,7 @@ ANOTHER = 65534
 @pytest.fixture
 def agent() -> Iterator[AgentProcess]:
     # Not below a folder of pytest's, which are root's alone.
-    with tempfile.TemporaryDirectory(prefix="mooring-two-users-") as name:
+    with tempfile.TemporaryDirectory(prefix="keepstep-two-users-") as name:
         folder = Path(name)
         folder.chmod(0o755)
         (folder / "bucket").mkdir()
@@ -44,15 +44,15 @@ def try_as_another(agent: AgentProcess, command: str) -> bool:
 
 ATTACKS = [
     *(
-        attack.format(mine=f".mooring/{mine}")
+        attack.format(mine=f".keepstep/{mine}")
         for mine in ("agent.sock", "reserve", "destination", "staged", "agent")
         for attack in ("rm -rf {mine} && test ! -e {mine}", "mv {mine} theirs", "ln -sfT /etc/passwd {mine}")
     ),
-    "python3 -c 'import socket; socket.socket(socket.AF_UNIX).bind(\".mooring/other.sock\")'",
-    "echo x >> .mooring/agent/journal.sqlite3",
-    "cat .mooring/agent/journal.sqlite3",
-    "ln -s /etc/passwd .mooring/agent/journal.sqlite3-journal",
-    "echo '{}' > .mooring/staged/forged.json",
+    "python3 -c 'import socket; socket.socket(socket.AF_UNIX).bind(\".keepstep/other.sock\")'",
+    "echo x >> .keepstep/agent/journal.sqlite3",
+    "cat .keepstep/agent/journal.sqlite3",
+    "ln -s /etc/passwd .keepstep/agent/journal.sqlite3-journal",
+    "echo '{}' > .keepstep/staged/forged.json",
     "rm -rf checkpoints/checkpoint-1/model.bin",
 ]
 
@@ -69,5 +69,5 @@ def test_another_user_changes_nothing_that_is_the_agents_and_the_agent_serves_on
 
 
 def own_files(agent: AgentProcess) -> dict[str, tuple[int, int]]:
-    found = {path.name: path.lstat() for path in (agent.volume / ".mooring").iterdir()}
+    found = {path.name: path.lstat() for path in (agent.volume / ".keepstep").iterdir()}
     return {name: (entry.st_ino, entry.st_mode) for name, entry in found.items()}

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from tests.harness.agent_process import AgentProcess, wait_until, write_checkpoint
 
-from mooring_agent.core.agent.events import Announced
-from mooring_agent.core.limits import LOCAL_RANKS, WORLD_SIZE
-from mooring_agent.runtime.engine.event_codec import decode_event, encode_event
+from keepstep_agent.core.agent.events import Announced
+from keepstep_agent.core.limits import LOCAL_RANKS, WORLD_SIZE
+from keepstep_agent.runtime.engine.event_codec import decode_event, encode_event
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def write_record(agent: AgentProcess, name: str, **members: object) -> None:
         "directory": "checkpoints",
         **members,
     }
-    folder = agent.volume / ".mooring" / "records"
+    folder = agent.volume / ".keepstep" / "records"
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.json").write_text(json.dumps(record))
 
@@ -49,7 +49,7 @@ def test_records_beyond_all_limits_hang_no_agent_and_hide_no_checkpoint(agent: A
     write_record(agent, "step", step=-5)
     write_record(agent, "deep", save=[])
     write_record(agent, "outside", directory="../../..")
-    (agent.volume / ".mooring" / "records" / "nested.json").write_text("[" * 1_000_000)
+    (agent.volume / ".keepstep" / "records" / "nested.json").write_text("[" * 1_000_000)
     # Of all of them it is the last to be announced.
     write_record(agent, "good", saved_at=2.0)
     agent.start()
@@ -62,7 +62,7 @@ def test_records_beyond_all_limits_hang_no_agent_and_hide_no_checkpoint(agent: A
 
 def forge_descriptor(agent: AgentProcess, save: str, announced: str, files: list[dict[str, object]]) -> None:
     """What lies beside the pins of a save that never was; the record in it has the checksum that a record has."""
-    staged = agent.volume / ".mooring" / "staged"
+    staged = agent.volume / ".keepstep" / "staged"
     event = decode_event(announced.encode())
     assert isinstance(event, Announced)
     record = encode_event(replace(event, info=replace(event.info, save=save))).decode()
@@ -80,7 +80,7 @@ def test_descriptors_beyond_all_limits_hang_no_agent_and_hide_no_checkpoint(tmp_
         files = {"model.bin": 5000, "second.bin": 5000}
         save = slow.announce(write_checkpoint(slow.checkpoints / "checkpoint-1", files), 1).save
         slow.kill()
-        staged = slow.volume / ".mooring" / "staged"
+        staged = slow.volume / ".keepstep" / "staged"
         value = json.loads((staged / save / "rank-00000.json").read_text())
         (record,) = value["descriptor"]["announcements"]
         file = value["files"][0]
@@ -89,7 +89,7 @@ def test_descriptors_beyond_all_limits_hang_no_agent_and_hide_no_checkpoint(tmp_
         forge_descriptor(slow, "many", record, [file] * 800_000)
         forge_descriptor(slow, "other", record, [])
         (staged / "other" / "rank-00000.json").write_text(json.dumps({**value, "descriptor": [[]] * 3_000_000}))
-        for journal in (slow.volume / ".mooring").rglob("journal.sqlite3*"):
+        for journal in (slow.volume / ".keepstep").rglob("journal.sqlite3*"):
             journal.unlink()
     with AgentProcess(tmp_path / "volume", destination, watch="off", warm=False) as agent:
         wait_until(lambda: agent.status().newest_committed.save == save, 60, "the good one is committed")

@@ -21,8 +21,8 @@ import pytest
 from tests.harness.agent_process import AgentProcess, tree, wait_until, write_checkpoint
 from tests.harness.deep_folders import deep_folders
 
-from mooring_agent.core.agent.events import Announced
-from mooring_agent.runtime.engine.event_codec import decode_event, encode_event
+from keepstep_agent.core.agent.events import Announced
+from keepstep_agent.runtime.engine.event_codec import decode_event, encode_event
 
 SECRET = b"aws_secret_access_key = " + b"never-in-the-bucket" * 10
 FORGED = "forged-1"
@@ -90,7 +90,7 @@ def announce_often(agent: AgentProcess, path: Path) -> None:
 
 def forge(agent: AgentProcess, secret: Path, make_pin: Callable[[Path], None]) -> None:
     """A descriptor like the agent's own, of a save that never was; `make_pin` is given where its one pin lies."""
-    staged = agent.volume / ".mooring" / "staged"
+    staged = agent.volume / ".keepstep" / "staged"
     (real,) = staged.glob("*/rank-00000.json")
     status = secret.stat()
     value = json.loads(real.read_text())
@@ -135,7 +135,7 @@ def test_a_forged_descriptor_brings_nothing_into_the_bucket_that_is_not_on_the_v
         slow.kill()
         forge(slow, secret, lambda pin: link(pin, secret))
         # As on a claim whose pod was replaced: only without their journal are descriptors asked at all.
-        for journal in (slow.volume / ".mooring").rglob("journal.sqlite3*"):
+        for journal in (slow.volume / ".keepstep").rglob("journal.sqlite3*"):
             journal.unlink()
     with AgentProcess(tmp_path / "volume", destination, watch="off") as agent:
         save_honestly(agent, 2)
@@ -194,7 +194,7 @@ def test_a_folder_of_pins_that_is_swapped_for_a_link_never_leads_to_the_secret(
 
     def swap() -> None:
         number = next(numbers)
-        pins = agent.volume / ".mooring" / "staged" / f"try-{number}" / "rank-00000"
+        pins = agent.volume / ".keepstep" / "staged" / f"try-{number}" / "rank-00000"
         with suppress(OSError):
             pins.rename(agent.volume / f"away-{number}")
             pins.symlink_to(secret.parent)
@@ -211,7 +211,7 @@ def test_a_link_in_the_place_of_the_staged_folder_deletes_nothing_of_another_run
     before = tree(other_run)
     save_honestly(agent, 1)
     agent.kill()
-    staged = agent.volume / ".mooring" / "staged"
+    staged = agent.volume / ".keepstep" / "staged"
     shutil.rmtree(staged, ignore_errors=True)
     staged.symlink_to(other_run)
     agent.start(wait=False)
@@ -231,11 +231,11 @@ def test_a_link_in_the_place_of_restores_own_folders_deletes_nothing_of_another_
     save_honestly(agent, 1)
     agent.kill()
     before = tree(other_run)
-    mine = agent.volume / ".mooring" / name
+    mine = agent.volume / ".keepstep" / name
     shutil.rmtree(mine, ignore_errors=True)
     mine.symlink_to(other_run)
     shutil.rmtree(agent.checkpoints)
-    line = [sys.executable, "-m", "mooring_agent", "restore", agent.destination, f"--volume={agent.volume}"]
+    line = [sys.executable, "-m", "keepstep_agent", "restore", agent.destination, f"--volume={agent.volume}"]
     refused = subprocess.run(line, capture_output=True, text=True, timeout=120, check=False)
     assert tree(other_run) == before
     assert refused.returncode != 0
@@ -252,7 +252,7 @@ def test_a_link_in_the_place_of_a_file_of_ours_changes_nothing_where_it_leads(
 ) -> None:
     agent.kill()
     before = tree(other_run)
-    mine = agent.volume / ".mooring" / name
+    mine = agent.volume / ".keepstep" / name
     mine.unlink(missing_ok=True)
     mine.symlink_to(other_run / "checkpoint-8" / "weights.bin")
     agent.start(wait=False)
@@ -274,7 +274,7 @@ def test_a_link_in_the_place_of_the_journal_is_refused(
     agent.kill()
     (other_run / "checkpoint-8" / "weights.bin").write_bytes(b"")  # which SQLite would take for a new database
     before = tree(other_run)
-    journal = agent.volume / ".mooring" / "agent" / "journal.sqlite3"
+    journal = agent.volume / ".keepstep" / "agent" / "journal.sqlite3"
     for left in journal.parent.iterdir():
         left.unlink()
     link = journal.with_name(journal.name + beside)
@@ -295,11 +295,11 @@ def test_a_link_in_the_place_of_what_was_resumed_changes_nothing_where_it_leads(
     save_honestly(agent, 1)
     agent.kill()
     before = tree(other_run)
-    (agent.volume / ".mooring" / "agent" / name).symlink_to(other_run / "checkpoint-8" / "weights.bin")
-    line = [sys.executable, "-m", "mooring_agent", "restore", agent.destination, f"--volume={agent.volume}"]
+    (agent.volume / ".keepstep" / "agent" / name).symlink_to(other_run / "checkpoint-8" / "weights.bin")
+    line = [sys.executable, "-m", "keepstep_agent", "restore", agent.destination, f"--volume={agent.volume}"]
     assert subprocess.run(line, capture_output=True, timeout=120, check=False).returncode == 0
     assert tree(other_run) == before
-    resumed = agent.volume / ".mooring" / "agent" / "resumed.json"
+    resumed = agent.volume / ".keepstep" / "agent" / "resumed.json"
     assert not resumed.is_symlink()
     assert json.loads(resumed.read_bytes())["step"] == 1
 
@@ -307,7 +307,7 @@ def test_a_link_in_the_place_of_what_was_resumed_changes_nothing_where_it_leads(
 @pytest.mark.parametrize("name", ["records/x.json", "ranks/0", "ranks/1000000000000000000", "staged/x"])
 def test_a_fifo_in_the_place_of_what_trainers_write_hangs_nobody(agent: AgentProcess, name: str) -> None:
     agent.kill()
-    mine = agent.volume / ".mooring" / name
+    mine = agent.volume / ".keepstep" / name
     mine.parent.mkdir(parents=True, exist_ok=True)
     mine.unlink(missing_ok=True)
     os.mkfifo(mine)
@@ -317,7 +317,7 @@ def test_a_fifo_in_the_place_of_what_trainers_write_hangs_nobody(agent: AgentPro
 
 def test_a_folder_of_any_depth_among_the_pins_ends_no_agent(agent: AgentProcess) -> None:
     agent.kill()
-    with deep_folders(agent.volume / ".mooring" / "staged" / "deep" / "rank-00007") as deep:
+    with deep_folders(agent.volume / ".keepstep" / "staged" / "deep" / "rank-00007") as deep:
         agent.start()
         assert not deep.exists()
         save_honestly(agent, 1)
@@ -327,8 +327,8 @@ def test_a_folder_of_any_depth_in_the_place_of_what_restore_gathers_ends_no_rest
     save_honestly(agent, 1)
     agent.kill()
     shutil.rmtree(agent.checkpoints)
-    with deep_folders(agent.volume / ".mooring" / "incoming" / "x") as deep:
-        line = [sys.executable, "-m", "mooring_agent", "restore", agent.destination, f"--volume={agent.volume}"]
+    with deep_folders(agent.volume / ".keepstep" / "incoming" / "x") as deep:
+        line = [sys.executable, "-m", "keepstep_agent", "restore", agent.destination, f"--volume={agent.volume}"]
         restored = subprocess.run(line, capture_output=True, text=True, timeout=120, check=False)
         assert "Traceback" not in restored.stderr
         assert restored.returncode == 0

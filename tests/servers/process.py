@@ -25,7 +25,7 @@ def free_port() -> int:
         claim = socket.socket(socket.AF_UNIX)
         with socket.socket() as probe:
             try:
-                claim.bind(f"\0mooring-test-port-{port}")
+                claim.bind(f"\0keepstep-test-port-{port}")
                 probe.bind(("127.0.0.1", port))
             except OSError:
                 claim.close()

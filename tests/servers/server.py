@@ -8,10 +8,10 @@ from typing import Any, Protocol
 import boto3
 import botocore.client
 
-from mooring_agent.core.settings.values import StoreSettings
+from keepstep_agent.core.settings.values import StoreSettings
 
-ACCESS_KEY = "mooring-test-key"
-SECRET_KEY = "mooring-test-secret"
+ACCESS_KEY = "keepstep-test-key"
+SECRET_KEY = "keepstep-test-secret"
 ENVIRONMENT = {
     "AWS_ACCESS_KEY_ID": ACCESS_KEY,
     "AWS_SECRET_ACCESS_KEY": SECRET_KEY,

@@ -9,16 +9,16 @@ import jsonpatch
 from tests.harness.agent_process import json_lines
 from tests.harness.bucket_view import BucketView
 from tests.podsim.environment import Objects
-from tests.podsim.images import mooring_image, python_image
+from tests.podsim.images import keepstep_image, python_image
 from tests.podsim.node import Node
 from tests.podsim.pod import Pod
 from tests.servers.fault_proxy import FaultProxy
 from tests.servers.server import ACCESS_KEY, SECRET_KEY, Bucket
 
-from mooring_agent.core.injection.annotations import read_annotations
-from mooring_agent.core.injection.mutation import mutate
-from mooring_agent.core.injection.spec import Injection, InjectionDefaults, Mutation
-from mooring_api.names import AGENT_CONTAINER, RESTORE_CONTAINER
+from keepstep_agent.core.injection.annotations import read_annotations
+from keepstep_agent.core.injection.mutation import mutate
+from keepstep_agent.core.injection.spec import Injection, InjectionDefaults, Mutation
+from keepstep_api.names import AGENT_CONTAINER, RESTORE_CONTAINER
 
 TRAINER = "trainer"
 AGENT, RESTORE = AGENT_CONTAINER, RESTORE_CONTAINER
@@ -47,18 +47,18 @@ class DemoJob:
         self.view = BucketView(bucket)
         self.node = Node(
             directory,
-            images={"mooring": mooring_image(), "trainer": python_image()},
+            images={"keepstep": keepstep_image(), "trainer": python_image()},
             objects=Objects(
                 secrets={"s3": {"AWS_ACCESS_KEY_ID": ACCESS_KEY, "AWS_SECRET_ACCESS_KEY": SECRET_KEY}},
                 config_maps={"text": {"words": _TEXT}},
             ),
         )
         self._annotations = {
-            "mooring.dev/inject": "true",
-            "mooring.dev/destination": bucket.destination,
-            "mooring.dev/credentials": "s3",
-            "mooring.dev/endpoint-url": proxy.endpoint_url,
-            "mooring.dev/part-size-bytes": "5MiB",
+            "keepstep.dev/inject": "true",
+            "keepstep.dev/destination": bucket.destination,
+            "keepstep.dev/credentials": "s3",
+            "keepstep.dev/endpoint-url": proxy.endpoint_url,
+            "keepstep.dev/part-size-bytes": "5MiB",
         }
 
     def start(
@@ -86,8 +86,8 @@ class DemoJob:
         }
         said = {
             **self._annotations,
-            "mooring.dev/grace-seconds": str(grace_seconds),
-            "mooring.dev/restore": restore,
+            "keepstep.dev/grace-seconds": str(grace_seconds),
+            "keepstep.dev/restore": restore,
         }
         pod = {
             "apiVersion": "v1",
@@ -145,7 +145,7 @@ class DemoPod:
     def save_now(self) -> int:
         """Have the trainer save at its next step, and return that step once the agent has pinned it."""
         before = self.staged_steps()
-        code, output = self.pod.execute(AGENT, ["mooring", "save"], START_SECONDS)
+        code, output = self.pod.execute(AGENT, ["keepstep", "save"], START_SECONDS)
         assert code == 0, output
         self.pod.wait(lambda: len(self.staged_steps()) > len(before), START_SECONDS, "the save is pinned")
         return self.staged_steps()[-1]
@@ -159,20 +159,20 @@ class DemoPod:
         return [line for line in json_lines(self.pod.log(AGENT)) if line["event"] == event]
 
     def agent_status(self) -> dict[str, Any]:
-        """`mooring status --json` in the agent's container, as an operator would ask."""
-        code, output = self.pod.execute(AGENT, ["mooring", "status", "--json"], START_SECONDS)
+        """`keepstep status --json` in the agent's container, as an operator would ask."""
+        code, output = self.pod.execute(AGENT, ["keepstep", "status", "--json"], START_SECONDS)
         assert code == 0, output
         status: dict[str, Any] = json.loads(output)
         return status
 
     def not_durable(self) -> list[str]:
         """What the agent said on leaving, one line per checkpoint."""
-        return [line for line in self.pod.log(AGENT).splitlines() if line.startswith("mooring: not durable: ")]
+        return [line for line in self.pod.log(AGENT).splitlines() if line.startswith("keepstep: not durable: ")]
 
 
 def injected(pod: dict[str, Any]) -> dict[str, Any]:
     """As the webhook changes it."""
-    defaults = InjectionDefaults(image="mooring")
+    defaults = InjectionDefaults(image="keepstep")
     injection = read_annotations(pod["metadata"]["annotations"], defaults)
     assert isinstance(injection, Injection), injection
     mutation = mutate(pod, injection, defaults)

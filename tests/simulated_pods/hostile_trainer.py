@@ -14,13 +14,13 @@ from pathlib import Path
 
 import grpc
 
-from mooring_agent.adapters.volume.pinning import encode_descriptor
-from mooring_agent.core.agent.events import Announced
-from mooring_agent.core.model import Fingerprint, Kind, SaveInfo, StagedFile
-from mooring_agent.ports import StagedDescriptor
-from mooring_agent.runtime.engine.event_codec import encode_event
-from mooring_api import names
-from mooring_api.v1 import agent_pb2, agent_pb2_grpc
+from keepstep_agent.adapters.volume.pinning import encode_descriptor
+from keepstep_agent.core.agent.events import Announced
+from keepstep_agent.core.model import Fingerprint, Kind, SaveInfo, StagedFile
+from keepstep_agent.ports import StagedDescriptor
+from keepstep_agent.runtime.engine.event_codec import encode_event
+from keepstep_api import names
+from keepstep_api.v1 import agent_pb2, agent_pb2_grpc
 
 _SECRET_FILE = "AWS_SECRET_ACCESS_KEY"
 _ANNOUNCEMENTS = 100

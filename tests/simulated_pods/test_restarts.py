@@ -39,7 +39,7 @@ def _downloads(job: DemoJob) -> list[str]:
     return [
         request.path
         for request in job.proxy.log
-        if request.method == "GET" and "/checkpoint-" in request.path and "/.mooring/" not in request.path
+        if request.method == "GET" and "/checkpoint-" in request.path and "/.keepstep/" not in request.path
     ]
 
 

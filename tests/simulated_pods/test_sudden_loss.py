@@ -81,7 +81,7 @@ def test_a_replacement_that_starts_while_the_old_pod_still_drains_spoils_nothing
     durable = old.save_now()
     job.wait_stored(durable, old)
     old.wait_step(durable + 2)
-    job.proxy.add(Rule(name="hold", fault=Fault.STATUS, method="PUT", target="/.mooring/commits/", times=-1))
+    job.proxy.add(Rule(name="hold", fault=Fault.STATUS, method="PUT", target="/.keepstep/commits/", times=-1))
     old.pod.delete()
     replacement = job.start()
     assert replacement.wait_begun() == durable

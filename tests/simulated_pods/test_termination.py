@@ -5,7 +5,7 @@ from tests.podsim.phase import Phase
 from tests.podsim.timeline import What
 from tests.simulated_pods.demo_job import AGENT, END_SECONDS, TRAINER, DemoJob
 
-from mooring_api.names import JUST_IN_TIME_EXIT_CODE, NOT_DURABLE_EXIT_CODE
+from keepstep_api.names import JUST_IN_TIME_EXIT_CODE, NOT_DURABLE_EXIT_CODE
 
 pytestmark = [pytest.mark.root, pytest.mark.slow, pytest.mark.timeout(900)]
 

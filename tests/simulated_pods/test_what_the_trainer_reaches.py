@@ -3,14 +3,14 @@
 from pathlib import Path
 
 import pytest
-from tests.podsim.images import mooring_image, python_image
+from tests.podsim.images import keepstep_image, python_image
 from tests.podsim.namespaces import missing_namespaces
 from tests.podsim.node import Node
 from tests.podsim.timeline import What
 from tests.servers.server import SECRET_KEY
 from tests.simulated_pods.demo_job import AGENT, START_SECONDS, TRAINER, DemoJob, injected
 
-from mooring_api.names import POD_CREDENTIALS_PATH, POD_DESTINATION_PATH
+from keepstep_api.names import POD_CREDENTIALS_PATH, POD_DESTINATION_PATH
 
 pytestmark = [
     pytest.mark.root,
@@ -52,8 +52,8 @@ def test_the_same_search_finds_it_in_the_agents_own_container(job: DemoJob) -> N
 
 
 SAVE_AND_STAY = """
-import mooring, time
-with mooring.Checkpointer().save(1) as directory:
+import keepstep, time
+with keepstep.Checkpointer().save(1) as directory:
     (directory / "model.bin").write_bytes(b"mine")
 time.sleep(600)
 """
@@ -64,19 +64,19 @@ def test_of_a_claim_restore_and_agent_have_their_own_path_and_no_other_runs(shor
     others = claim / "runs" / "other"
     others.mkdir(parents=True)
     said = {
-        "mooring.dev/inject": "true",
-        "mooring.dev/destination": "pvc://checkpoints/runs/mine",
-        "mooring.dev/run-as-user": "0",
+        "keepstep.dev/inject": "true",
+        "keepstep.dev/destination": "pvc://checkpoints/runs/mine",
+        "keepstep.dev/run-as-user": "0",
     }
     trainer = {"name": TRAINER, "image": "trainer", "command": ["python", "-c", SAVE_AND_STAY]}
     pod = {
         "metadata": {"generateName": "claim-", "annotations": said},
         "spec": {"restartPolicy": "Never", "hostNetwork": True, "containers": [trainer]},
     }
-    images = {"mooring": mooring_image(), "trainer": python_image()}
+    images = {"keepstep": keepstep_image(), "trainer": python_image()}
     with Node(short_directory / "n", images=images, claims={"checkpoints": claim}) as node:
         made = node.run(injected(pod))
-        committed = claim / "runs/mine/.mooring/commits"
+        committed = claim / "runs/mine/.keepstep/commits"
         made.wait(lambda: committed.is_dir() and any(committed.iterdir()), START_SECONDS, "the save is committed")
         code, seen = made.execute(AGENT, ["sh", "-c", f"find {POD_DESTINATION_PATH} -maxdepth 3"], START_SECONDS)
     assert code == 0, seen

@@ -14,9 +14,9 @@ from tests.simulation.invariants import AgentChecks
 from tests.simulation.scenario import PlannedAgent, PlannedAnnouncement
 from tests.simulation.store_model import ViolationError
 
-from mooring_agent.core.agent import drain, planner
-from mooring_agent.core.agent.announcements import check_announcement, known_announcement
-from mooring_agent.core.agent.commands import (
+from keepstep_agent.core.agent import drain, planner
+from keepstep_agent.core.agent.announcements import check_announcement, known_announcement
+from keepstep_agent.core.agent.commands import (
     AFTER_ITS_RECORD,
     Abandon,
     CancelTermination,
@@ -37,7 +37,7 @@ from mooring_agent.core.agent.commands import (
     Stage,
     WorkCommand,
 )
-from mooring_agent.core.agent.events import (
+from keepstep_agent.core.agent.events import (
     Announced,
     Committed,
     DurableEvent,
@@ -51,18 +51,18 @@ from mooring_agent.core.agent.events import (
     Ticked,
     WorkCancelled,
 )
-from mooring_agent.core.agent.reducer import advance, step
-from mooring_agent.core.agent.state import State
-from mooring_agent.core.agent.work import Operation, WorkId
-from mooring_agent.core.errors import ErrorKind, RequestError
-from mooring_agent.core.settings.values import Settings
-from mooring_agent.runtime.engine.event_codec import decode_event, encode_event
-from mooring_agent.runtime.engine.journaling import rescan, save_of
+from keepstep_agent.core.agent.reducer import advance, step
+from keepstep_agent.core.agent.state import State
+from keepstep_agent.core.agent.work import Operation, WorkId
+from keepstep_agent.core.errors import ErrorKind, RequestError
+from keepstep_agent.core.settings.values import Settings
+from keepstep_agent.runtime.engine.event_codec import decode_event, encode_event
+from keepstep_agent.runtime.engine.journaling import rescan, save_of
 
 if TYPE_CHECKING:
     from tests.simulation.life import Life
 
-    from mooring_agent.ports import StagingArea
+    from keepstep_agent.ports import StagingArea
 
 _TIMEOUT_SECONDS = 20.0
 

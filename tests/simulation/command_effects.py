@@ -11,7 +11,7 @@ from tests.simulation.invariants import AgentChecks
 from tests.simulation.scenario import PlannedAgent, PlannedAnnouncement
 from tests.simulation.store_model import ViolationError, checksum_of, content_of, pack_content, receipt_of
 
-from mooring_agent.core.agent.commands import (
+from keepstep_agent.core.agent.commands import (
     Abandon,
     CheckSent,
     Commit,
@@ -29,7 +29,7 @@ from mooring_agent.core.agent.commands import (
     WorkCommand,
     WriteManifest,
 )
-from mooring_agent.core.agent.events import (
+from keepstep_agent.core.agent.events import (
     Abandoned,
     Committed,
     CommitWaits,
@@ -48,10 +48,10 @@ from mooring_agent.core.agent.events import (
     UploadCreated,
     WorkFailed,
 )
-from mooring_agent.core.agent.work import WorkId
-from mooring_agent.core.errors import ErrorKind
-from mooring_agent.core.model import Fingerprint, StagedFile
-from mooring_agent.core.stored.commit import (
+from keepstep_agent.core.agent.work import WorkId
+from keepstep_agent.core.errors import ErrorKind
+from keepstep_agent.core.model import Fingerprint, StagedFile
+from keepstep_agent.core.stored.commit import (
     LostObjects,
     lost_objects,
     manifest_key_of,
@@ -59,10 +59,10 @@ from mooring_agent.core.stored.commit import (
     missing_packs,
     missing_ranks,
 )
-from mooring_agent.core.stored.object_layout import file_key, marker_key
-from mooring_agent.core.stored.packs_and_parts import plan
-from mooring_agent.ports import StagedDescriptor
-from mooring_agent.runtime.work.transfers import descriptor
+from keepstep_agent.core.stored.object_layout import file_key, marker_key
+from keepstep_agent.core.stored.packs_and_parts import plan
+from keepstep_agent.ports import StagedDescriptor
+from keepstep_agent.runtime.work.transfers import descriptor
 
 if TYPE_CHECKING:
     from tests.simulation.life import Life
@@ -233,7 +233,7 @@ class CommandEffects:
             pinned[rank] = tuple(
                 StagedFile(
                     path=file.path,
-                    pin=f".mooring/staged/{save}/{file.path}",
+                    pin=f".keepstep/staged/{save}/{file.path}",
                     fingerprint=Fingerprint(
                         size_bytes=file.size_bytes, mtime_ns=1, inode=checksum_of(f"{save}{file.path}")
                     ),

@@ -5,8 +5,8 @@ from collections.abc import Iterable
 from tests.simulation.scenario import PlannedAnnouncement
 from tests.simulation.store_model import StoreModel, ViolationError
 
-from mooring_agent.core.agent.checkpoint import Checkpoint
-from mooring_agent.core.agent.commands import (
+from keepstep_agent.core.agent.checkpoint import Checkpoint
+from keepstep_agent.core.agent.commands import (
     Command,
     CompleteUpload,
     CreateUpload,
@@ -16,9 +16,9 @@ from mooring_agent.core.agent.commands import (
     Record,
     SendPart,
 )
-from mooring_agent.core.agent.disk_pressure import budget_bytes
-from mooring_agent.core.agent.drain import newest_possible, worth_sending
-from mooring_agent.core.agent.events import (
+from keepstep_agent.core.agent.disk_pressure import budget_bytes
+from keepstep_agent.core.agent.drain import newest_possible, worth_sending
+from keepstep_agent.core.agent.events import (
     DurableEvent,
     Failed,
     FileStored,
@@ -28,12 +28,12 @@ from mooring_agent.core.agent.events import (
     Reconciled,
     Shed,
 )
-from mooring_agent.core.agent.planner import follow_up
-from mooring_agent.core.agent.state import State
-from mooring_agent.core.agent.work import CANCELLABLE, Operation, WorkId
-from mooring_agent.core.errors import ErrorKind
-from mooring_agent.core.model import Kind, Phase
-from mooring_agent.core.stored.object_layout import marker_key
+from keepstep_agent.core.agent.planner import follow_up
+from keepstep_agent.core.agent.state import State
+from keepstep_agent.core.agent.work import CANCELLABLE, Operation, WorkId
+from keepstep_agent.core.errors import ErrorKind
+from keepstep_agent.core.model import Kind, Phase
+from keepstep_agent.core.stored.object_layout import marker_key
 
 _Transfer = CreateUpload | SendPart | PutFile | PutPack | CompleteUpload
 

@@ -17,8 +17,8 @@ from tests.simulation.agent_model import AgentModel
 from tests.simulation.scenario import STORM_SECONDS, PlannedAnnouncement, draw, journal_outages
 from tests.simulation.store_model import StoreModel, ViolationError
 
-from mooring_agent.core.agent.checkpoint import Checkpoint
-from mooring_agent.core.agent.events import (
+from keepstep_agent.core.agent.checkpoint import Checkpoint
+from keepstep_agent.core.agent.events import (
     DiskRead,
     Event,
     RankRegistered,
@@ -26,8 +26,8 @@ from mooring_agent.core.agent.events import (
     StopRequested,
     TerminationNoticed,
 )
-from mooring_agent.core.model import Phase
-from mooring_agent.core.stored.object_layout import marker_key
+from keepstep_agent.core.model import Phase
+from keepstep_agent.core.stored.object_layout import marker_key
 
 _SETTLE_SECONDS = 300.0
 _STEP_LIMIT = 20_000

@@ -3,15 +3,15 @@
 from dataclasses import dataclass
 from random import Random
 
-from mooring_agent.core.model import Kind, SaveInfo
-from mooring_agent.core.settings.values import (
+from keepstep_agent.core.model import Kind, SaveInfo
+from keepstep_agent.core.settings.values import (
     DiskSettings,
     Settings,
     StoreSettings,
     TerminationSettings,
     TransferSettings,
 )
-from mooring_agent.core.stored.packs_and_parts import MIN_PART_BYTES, PACK_BYTES
+from keepstep_agent.core.stored.packs_and_parts import MIN_PART_BYTES, PACK_BYTES
 
 STORM_SECONDS = 60.0
 _MANY_SMALL_FILES = 0.1

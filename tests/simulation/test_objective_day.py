@@ -11,12 +11,12 @@ from typing import Final
 import pytest
 from tests.core.play import Play
 
-from mooring_agent.core.agent import planner
-from mooring_agent.core.agent.commands import Command, CompleteUpload, CreateUpload, PutFile, RequestSave, SendPart
-from mooring_agent.core.agent.events import RankRegistered, RanksSeen, SaveBegun
-from mooring_agent.core.agent.work import WorkId
-from mooring_agent.core.policies.recovery_objective import Obstacle
-from mooring_agent.core.settings.values import Duration, ObjectiveSettings, Share
+from keepstep_agent.core.agent import planner
+from keepstep_agent.core.agent.commands import Command, CompleteUpload, CreateUpload, PutFile, RequestSave, SendPart
+from keepstep_agent.core.agent.events import RankRegistered, RanksSeen, SaveBegun
+from keepstep_agent.core.agent.work import WorkId
+from keepstep_agent.core.policies.recovery_objective import Obstacle
+from keepstep_agent.core.settings.values import Duration, ObjectiveSettings, Share
 
 DAY_SECONDS: Final = 24 * 3600
 STEP_SECONDS: Final = 10

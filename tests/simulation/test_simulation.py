@@ -2,7 +2,7 @@
 
 `make simulate` runs ten thousand of them and more; here are the first.
 
-A failing seed is printed. Replay it alone with `MOORING_SIM_SEED=4711 pytest tests/simulation`, or event by event with
+A failing seed is printed. Replay it alone with `KEEPSTEP_SIM_SEED=4711 pytest tests/simulation`, or event by event with
 `python -m tests.simulation.life 4711` from the repository's root.
 """
 
@@ -18,15 +18,15 @@ import pytest
 from tests.simulation.life import Life
 from tests.simulation.store_model import ViolationError
 
-from mooring_agent.core.agent import disk_pressure, drain, planner, reducer, upload_queue
-from mooring_agent.core.agent import state as state_module
-from mooring_agent.core.agent.checkpoint import Checkpoint, FileProgress
-from mooring_agent.core.agent.commands import Abandon, Command, Exit, WriteManifest
-from mooring_agent.core.agent.events import Announced, PackStored, PartStored, Staged, Started
-from mooring_agent.core.agent.state import State
-from mooring_agent.core.agent.work import Operation, WorkId
+from keepstep_agent.core.agent import disk_pressure, drain, planner, reducer, upload_queue
+from keepstep_agent.core.agent import state as state_module
+from keepstep_agent.core.agent.checkpoint import Checkpoint, FileProgress
+from keepstep_agent.core.agent.commands import Abandon, Command, Exit, WriteManifest
+from keepstep_agent.core.agent.events import Announced, PackStored, PartStored, Staged, Started
+from keepstep_agent.core.agent.state import State
+from keepstep_agent.core.agent.work import Operation, WorkId
 
-_LIVES = int(os.environ.get("MOORING_SIM_LIVES", "600"))
+_LIVES = int(os.environ.get("KEEPSTEP_SIM_LIVES", "600"))
 _PER_BATCH = 300
 # A batch in which one of these happens less than five times shows little.
 _EVENTFUL = (
@@ -48,8 +48,8 @@ def _violation(life: Life) -> str:
 
 
 def _batches() -> list[range]:
-    if "MOORING_SIM_SEED" in os.environ:
-        seed = int(os.environ["MOORING_SIM_SEED"])
+    if "KEEPSTEP_SIM_SEED" in os.environ:
+        seed = int(os.environ["KEEPSTEP_SIM_SEED"])
         return [range(seed, seed + 1)]
     return [range(first, first + _PER_BATCH) for first in range(0, _LIVES, _PER_BATCH)]
 
@@ -116,7 +116,7 @@ def _seal_when_the_first_rank_has(patch: pytest.MonkeyPatch) -> None:
 
 
 def _commit_without_looking_for_the_files(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("mooring_agent.core.stored.commit.missing_files", lambda manifest, sizes: [])
+    patch.setattr("keepstep_agent.core.stored.commit.missing_files", lambda manifest, sizes: [])
     patch.setattr("tests.simulation.command_effects.missing_files", lambda manifest, sizes: [])
 
 
@@ -171,7 +171,7 @@ def _forget_packs(patch: pytest.MonkeyPatch) -> None:
 
 
 def _commit_without_looking_for_the_packs(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("mooring_agent.core.stored.commit.missing_packs", lambda manifest, sizes: [])
+    patch.setattr("keepstep_agent.core.stored.commit.missing_packs", lambda manifest, sizes: [])
     patch.setattr("tests.simulation.command_effects.missing_packs", lambda manifest, sizes: [])
 
 

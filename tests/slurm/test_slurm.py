@@ -144,7 +144,7 @@ def test_a_job_that_is_told_of_its_time_limit_requeues_itself_and_goes_on(place:
     place.wait_state(job, "CANCELLED")
 
 
-def test_the_signal_before_a_time_limit_reaches_mooring_as_the_batch_shell(place: Place) -> None:
+def test_the_signal_before_a_time_limit_reaches_keepstep_as_the_batch_shell(place: Place) -> None:
     job = place.cluster.submit(SCRIPTS / "one_node.sh", "--time=1", "--signal=B:TERM@55")
     place.wait_state(job, "FAILED")
     assert "TIME LIMIT" not in place.output(job)
@@ -186,7 +186,7 @@ def test_two_tasks_of_a_job_go_on_together_from_their_last_step(
         place.wait_steps(2, rank=rank)
         place.assert_goes_on(run, rank=rank)
     assert place.starts(0)[1][0] == place.starts(1)[1][0]
-    assert sorted(folder.name for folder in place.directory.glob("mooring*")) == ["mooring-task-0", "mooring-task-1"]
+    assert sorted(folder.name for folder in place.directory.glob("keepstep*")) == ["keepstep-task-0", "keepstep-task-1"]
 
 
 def test_each_task_of_an_array_is_a_run_of_its_own(place: Place) -> None:
@@ -197,15 +197,18 @@ def test_each_task_of_an_array_is_a_run_of_its_own(place: Place) -> None:
     place.wait_steps(2, array_task=2)
     place.assert_goes_on("sweep-2", array_task=2)
     assert len(place.starts(array_task=1)) == 1
-    assert sorted(folder.name for folder in place.directory.glob("mooring*")) == ["mooring-array-1", "mooring-array-2"]
+    assert sorted(folder.name for folder in place.directory.glob("keepstep*")) == [
+        "keepstep-array-1",
+        "keepstep-array-2",
+    ]
 
 
 def test_tasks_that_are_given_one_volume_are_told_so_and_only_the_first_trains(place: Place) -> None:
-    job = place.cluster.submit(SCRIPTS / "array.sh", f"--export=ALL,MOORING_VOLUME={place.directory}/shared")
+    job = place.cluster.submit(SCRIPTS / "array.sh", f"--export=ALL,KEEPSTEP_VOLUME={place.directory}/shared")
     outputs = [place.directory / f"slurm-{job}_{task}.out" for task in (1, 2)]
 
     def refused() -> list[str]:
-        return [path.read_text() for path in outputs if path.exists() and "another `mooring run`" in path.read_text()]
+        return [path.read_text() for path in outputs if path.exists() and "another `keepstep run`" in path.read_text()]
 
     place.wait(lambda: bool(refused()), "the second one is refused")
     assert f"uses the volume {place.directory}/shared: process " in refused()[0]

@@ -8,7 +8,7 @@ import os
 import time
 from pathlib import Path
 
-import mooring
+import keepstep
 
 
 def main() -> None:
@@ -17,7 +17,7 @@ def main() -> None:
         import torch.distributed
 
         torch.distributed.init_process_group("gloo")
-    checkpointer = mooring.Checkpointer()
+    checkpointer = keepstep.Checkpointer()
     part = f"rank-{rank}.json"
     path = checkpointer.resume()
     step = json.loads((path / part).read_text())["step"] if path else 0

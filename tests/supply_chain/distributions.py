@@ -9,7 +9,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT: Final = Path(__file__).parents[2]
-FOLDERS: Final = {"mooring": ROOT, "mooring-agent": ROOT / "agent"}
+FOLDERS: Final = {"keepstep": ROOT, "keepstep-agent": ROOT / "agent"}
 PROJECTS: Final[dict[str, dict[str, Any]]] = {
     name: tomllib.loads((folder / "pyproject.toml").read_text()) for name, folder in FOLDERS.items()
 }

@@ -20,21 +20,21 @@ from packaging.utils import canonicalize_name
 from tests.compatibility.environments import ENVIRONMENTS
 from tests.supply_chain.distributions import FOLDERS, PROJECTS, ROOT, needed
 
-from mooring_api import __version__
+from keepstep_api import __version__
 
 _SECONDS = 300.0
 pytestmark = pytest.mark.timeout(300)
-_WHEELS = {"mooring": f"mooring-{__version__}", "mooring-agent": f"mooring_agent-{__version__}"}
-PAGES = "https://github.com/mooring-dev/mooring"
+_WHEELS = {"keepstep": f"keepstep-{__version__}", "keepstep-agent": f"keepstep_agent-{__version__}"}
+PAGES = "https://github.com/keepstep-dev/keepstep"
 _TRAINER = """
 import sys
-import mooring
-checkpointer = mooring.Checkpointer()
+import keepstep
+checkpointer = keepstep.Checkpointer()
 path = checkpointer.resume()
 with checkpointer.save(7) as directory:
     (directory / "state").write_text("seven")
 checkpointer.finish()
-print(path, mooring.__version__, "_mooring_autoload.zero_code" in sys.modules)
+print(path, keepstep.__version__, "_keepstep_autoload.zero_code" in sys.modules)
 """
 
 
@@ -71,12 +71,12 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def trainers(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Environment:
     """Where a user has only the trainer's package."""
-    return _environment(tmp_path_factory.mktemp("trainers"), built, "mooring")
+    return _environment(tmp_path_factory.mktemp("trainers"), built, "keepstep")
 
 
 @pytest.fixture(scope="module")
 def agents(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Environment:
-    return _environment(tmp_path_factory.mktemp("agents"), built, "mooring", "mooring-agent")
+    return _environment(tmp_path_factory.mktemp("agents"), built, "keepstep", "keepstep-agent")
 
 
 def _environment(folder: Path, built: Path, *names: str) -> Environment:
@@ -122,17 +122,17 @@ def test_no_file_is_in_both_wheels_and_each_holds_its_own_packages_alone(built: 
     names = {
         name: set(zipfile.ZipFile(built / f"{wheel}-py3-none-any.whl").namelist()) for name, wheel in _WHEELS.items()
     }
-    assert names["mooring"] & names["mooring-agent"] == set()
+    assert names["keepstep"] & names["keepstep-agent"] == set()
     folders = {name: {file.partition("/")[0] for file in files} for name, files in names.items()}
     assert folders == {
-        "mooring": {"mooring", "mooring_api", f"{_WHEELS['mooring']}.dist-info"},
-        "mooring-agent": {"mooring_agent", f"{_WHEELS['mooring-agent']}.dist-info"},
+        "keepstep": {"keepstep", "keepstep_api", f"{_WHEELS['keepstep']}.dist-info"},
+        "keepstep-agent": {"keepstep_agent", f"{_WHEELS['keepstep-agent']}.dist-info"},
     }
-    assert "mooring/autoload/path/sitecustomize.py" in names["mooring"]
-    console = ROOT / "agent" / "mooring_agent" / "console"
+    assert "keepstep/autoload/path/sitecustomize.py" in names["keepstep"]
+    console = ROOT / "agent" / "keepstep_agent" / "console"
     shown = {file.relative_to(ROOT / "agent").as_posix() for file in console.glob("[st]*/*")}
-    assert {"mooring_agent/console/templates/runs.html", "mooring_agent/console/static/console.css"} <= shown
-    assert shown <= names["mooring-agent"]
+    assert {"keepstep_agent/console/templates/runs.html", "keepstep_agent/console/static/console.css"} <= shown
+    assert shown <= names["keepstep-agent"]
 
 
 @pytest.mark.parametrize("name", FOLDERS)
@@ -142,32 +142,32 @@ def test_a_wheel_says_where_the_project_is_and_all_links_of_its_page_lead_there(
     addresses = [address for _, _, address in (one.partition(", ") for one in said.get_all("Project-URL"))]
     links = re.findall(r"\]\(([^)\s]+)\)", said.get_payload())
     assert links
-    for address in {*addresses, *links} - {"https://pypi.org/project/mooring/"}:
+    for address in {*addresses, *links} - {"https://pypi.org/project/keepstep/"}:
         assert address.startswith(PAGES), address
         file = address.removeprefix(f"{PAGES}/blob/main/")
         assert file.startswith(PAGES) or (ROOT / file).exists(), address
 
 
 def test_the_trainers_package_asks_for_grpcio_and_protobuf_alone(built: Path) -> None:
-    asked = map(Requirement, _metadata(built, "mooring").get_all("Requires-Dist"))
+    asked = map(Requirement, _metadata(built, "keepstep").get_all("Requires-Dist"))
     assert {one.name for one in asked if one.marker is None} == {"grpcio", "protobuf"}
 
 
 def test_the_agents_package_asks_for_the_trainers_of_its_own_version() -> None:
-    assert f"mooring=={__version__}" in PROJECTS["mooring-agent"]["project"]["dependencies"]
+    assert f"keepstep=={__version__}" in PROJECTS["keepstep-agent"]["project"]["dependencies"]
 
 
 def test_the_agents_package_asks_for_all_that_it_imports() -> None:
     imported: set[str] = set()
-    for path in (ROOT / "agent" / "mooring_agent").rglob("*.py"):
+    for path in (ROOT / "agent" / "keepstep_agent").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Import):
                 imported |= {name.name.partition(".")[0] for name in node.names}
             elif isinstance(node, ast.ImportFrom) and node.module:
                 imported.add(node.module.partition(".")[0])
-    strangers = imported - set(sys.stdlib_module_names) - {"mooring_agent", "mooring_api"}
+    strangers = imported - set(sys.stdlib_module_names) - {"keepstep_agent", "keepstep_api"}
     providers = packages_distributions()
-    asked = needed(["mooring-agent[console,webhook]"])
+    asked = needed(["keepstep-agent[console,webhook]"])
     assert [name for name in strangers if not asked & set(map(canonicalize_name, providers[name]))] == []
 
 
@@ -179,7 +179,7 @@ def test_a_package_claims_the_pythons_that_ci_tests_and_no_others(name: str) -> 
     first, others = jobs["test"]["env"]["PYTHON"], jobs["other-pythons"]["strategy"]["matrix"]["python"]
     installed = jobs["compatibility"]["steps"][1]["with"]["python-version"].split()
     assert sorted(installed) == sorted({one.python for one in ENVIRONMENTS})
-    assert claimed == (sorted(installed) if name == "mooring" else [first.removeprefix("python"), *others])
+    assert claimed == (sorted(installed) if name == "keepstep" else [first.removeprefix("python"), *others])
     assert project["requires-python"] == f">={claimed[0]}"
     assert all(python in SpecifierSet(project["requires-python"]) for python in claimed)
     assert (FOLDERS[name] / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
@@ -189,10 +189,10 @@ def test_a_package_claims_the_pythons_that_ci_tests_and_no_others(name: str) -> 
 def test_the_version_is_printed_without_the_agent_or_anything_that_takes_time(trainers: Environment) -> None:
     """It took 0.2 s when the command loaded the agent's: what is imported does not depend on the machine."""
     plain = trainers.run("python", "-X", "importtime", "-c", "import importlib")
-    done = trainers.run("python", "-X", "importtime", trainers.folder / "bin" / "mooring", "--version")
-    assert done.stdout == f"mooring, version {__version__}\n"
+    done = trainers.run("python", "-X", "importtime", trainers.folder / "bin" / "keepstep", "--version")
+    assert done.stdout == f"keepstep, version {__version__}\n"
     loaded = [set(re.findall(r"\| +([\w.]+)$", run.stderr, re.MULTILINE)) for run in (plain, done)]
-    assert loaded[1] - loaded[0] == {"mooring_api", "mooring_api.command"}
+    assert loaded[1] - loaded[0] == {"keepstep_api", "keepstep_api.command"}
 
 
 @pytest.mark.slow
@@ -200,17 +200,17 @@ def test_the_version_is_printed_without_the_agent_or_anything_that_takes_time(tr
 def test_without_the_agents_package_every_command_says_what_to_install(
     trainers: Environment, arguments: list[str]
 ) -> None:
-    done = trainers.run("mooring", *arguments, code=2)
+    done = trainers.run("keepstep", *arguments, code=2)
     assert done.stderr.splitlines() == [
         "error: the command line is in the agent's package",
-        "hint: pip install mooring-agent",
+        "hint: pip install keepstep-agent",
     ]
 
 
 @pytest.mark.slow
 def test_a_trainer_saves_with_its_package_alone_and_can_call_an_agent(trainers: Environment) -> None:
-    calls = "import mooring.agent_client.channel"
-    done = trainers.run("python", "-c", _TRAINER + calls, MOORING_VOLUME=str(trainers.folder / "volume"))
+    calls = "import keepstep.agent_client.channel"
+    done = trainers.run("python", "-c", _TRAINER + calls, KEEPSTEP_VOLUME=str(trainers.folder / "volume"))
     assert done.stdout == f"None {__version__} False\n"
     assert (trainers.folder / "volume" / "checkpoints" / "checkpoint-7" / "state").read_text() == "seven"
 
@@ -220,13 +220,13 @@ def test_the_agents_package_runs_a_program_with_autoload_and_restores_what_it_sa
     (agents.folder / "bucket").mkdir()
     (agents.folder / "train.py").write_text(_TRAINER)
     destination = f"file://{agents.folder / 'bucket'}"
-    run = ["mooring", "run", "--autoload", "--to", destination, "--", "python", "train.py"]
+    run = ["keepstep", "run", "--autoload", "--to", destination, "--", "python", "train.py"]
     assert agents.run(*run).stdout == f"None {__version__} True\n"
-    (listed,) = json.loads(agents.run("mooring", "ls", destination, "--json").stdout)["checkpoints"]
+    (listed,) = json.loads(agents.run("keepstep", "ls", destination, "--json").stdout)["checkpoints"]
     assert listed["step"] == 7
-    assert agents.run("mooring", "--version").stdout == f"mooring, version {__version__}\n"
-    assert agents.run("python", "-m", "mooring_agent", "--version").stdout == f"mooring, version {__version__}\n"
-    webhook = agents.run("mooring", "webhook", "--image=mooring", "--certificates=.", code=2)
-    assert "hint: pip install 'mooring-agent[webhook]'" in webhook.stderr
-    console = agents.run("mooring", "console", destination, code=2)
-    assert "hint: pip install 'mooring-agent[console]'" in console.stderr
+    assert agents.run("keepstep", "--version").stdout == f"keepstep, version {__version__}\n"
+    assert agents.run("python", "-m", "keepstep_agent", "--version").stdout == f"keepstep, version {__version__}\n"
+    webhook = agents.run("keepstep", "webhook", "--image=keepstep", "--certificates=.", code=2)
+    assert "hint: pip install 'keepstep-agent[webhook]'" in webhook.stderr
+    console = agents.run("keepstep", "console", destination, code=2)
+    assert "hint: pip install 'keepstep-agent[console]'" in console.stderr

@@ -14,17 +14,17 @@ import pytest
 import yaml
 from tests.supply_chain.distributions import ROOT
 
-from mooring_api import __version__
+from keepstep_api import __version__
 
 _SECONDS = 300.0
 pytestmark = pytest.mark.timeout(300)
 _FILES = {
-    f"mooring-{__version__}-py3-none-any.whl",
-    f"mooring-{__version__}.tar.gz",
-    f"mooring_agent-{__version__}-py3-none-any.whl",
-    f"mooring_agent-{__version__}.tar.gz",
-    f"mooring-{__version__}.tgz",
-    f"mooring-{__version__}.cdx.json",
+    f"keepstep-{__version__}-py3-none-any.whl",
+    f"keepstep-{__version__}.tar.gz",
+    f"keepstep_agent-{__version__}-py3-none-any.whl",
+    f"keepstep_agent-{__version__}.tar.gz",
+    f"keepstep-{__version__}.tgz",
+    f"keepstep-{__version__}.cdx.json",
 }
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 
@@ -57,7 +57,7 @@ def git(folder: Path, *arguments: str) -> None:
 def release(folder: Path, **variables: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(
         [folder / ".ci" / "release"],
-        env={**_environment(), "BUILDER": "docker", "IMAGE": "registry.example/mooring", **variables},
+        env={**_environment(), "BUILDER": "docker", "IMAGE": "registry.example/keepstep", **variables},
         capture_output=True,
         text=True,
         timeout=_SECONDS,
@@ -81,8 +81,8 @@ def test_a_dry_run_makes_the_same_files_each_time_and_says_what_it_leaves_out(ch
     assert made[0].keys() == _FILES | {"SHA256SUMS"}
     sums = made[0].pop("SHA256SUMS").decode().splitlines()
     assert sums == [f"{hashlib.sha256(content).hexdigest()}  {name}" for name, content in sorted(made[0].items())]
-    assert b"mooring/Chart.yaml" in gzip.decompress(made[0][f"mooring-{__version__}.tgz"])
-    assert f"dry run, left out: .venv/bin/helm push dist/mooring-{__version__}.tgz" in done.stdout
+    assert b"keepstep/Chart.yaml" in gzip.decompress(made[0][f"keepstep-{__version__}.tgz"])
+    assert f"dry run, left out: .venv/bin/helm push dist/keepstep-{__version__}.tgz" in done.stdout
     assert "not built: no BASE_IMAGE is given" in done.stdout
     assert "not signed: neither GPG_KEY nor COSIGN_KEY is given" in done.stdout
 
@@ -92,7 +92,7 @@ def test_the_image_is_built_for_the_given_platforms_and_pushed_only_by_a_release
     base = f"registry.example/python:3.12@sha256:{'a' * 64}"
     done = release(checkout, DRY_RUN="1", BUILDER="echo", BASE_IMAGE=base, PLATFORMS="linux/amd64,linux/arm64")
     assert done.returncode == 0, done.stderr
-    image = f"registry.example/mooring:{__version__}"
+    image = f"registry.example/keepstep:{__version__}"
     assert f"--platform linux/amd64,linux/arm64 --manifest {image} --build-arg BASE_IMAGE={base}" in done.stdout
     assert f"dry run, left out: echo manifest push --all {image} docker://{image}" in done.stdout
 
@@ -110,7 +110,7 @@ def test_a_release_is_signed_by_the_keys_that_are_given(checkout: Path, short_di
     verify = ["gpg", "--verify", "SHA256SUMS.asc", "SHA256SUMS"]
     subprocess.run(verify, cwd=checkout / "dist", env=environment, capture_output=True, timeout=_SECONDS, check=True)
     subprocess.run(["gpgconf", "--kill", "all"], env=environment, timeout=_SECONDS, check=True)
-    assert "dry run, left out: cosign sign --yes --recursive --key key registry.example/mooring:" in done.stdout
+    assert "dry run, left out: cosign sign --yes --recursive --key key registry.example/keepstep:" in done.stdout
     assert "not signed" not in done.stdout
 
 

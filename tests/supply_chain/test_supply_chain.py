@@ -24,7 +24,7 @@ def pinned(name: str) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("lock", "wanted"),
     [
-        ("requirements.txt", ["mooring-agent[console,webhook]"]),
+        ("requirements.txt", ["keepstep-agent[console,webhook]"]),
         *(("requirements-build.txt", project["build-system"]["requires"]) for project in PROJECTS.values()),
     ],
 )
@@ -76,7 +76,7 @@ def test_the_sbom_is_valid_and_names_every_locked_package(tmp_path: Path) -> Non
     assert done.returncode == 0, done.stderr
     sbom = json.loads(made.read_text())
     assert sbom["bomFormat"] == "CycloneDX"
-    assert sbom["metadata"]["component"]["name"] == "mooring-agent"
+    assert sbom["metadata"]["component"]["name"] == "keepstep-agent"
     listed = {canonicalize_name(one["name"]): one["version"] for one in sbom["components"]}
     assert listed == pinned("requirements.txt")
 

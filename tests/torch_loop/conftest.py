@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from mooring import Checkpointer
-from mooring_api import names
+from keepstep import Checkpointer
+from keepstep_api import names
 
 
 @pytest.fixture(autouse=True)

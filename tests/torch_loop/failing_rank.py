@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from mooring import Checkpointer
-from mooring.checkpoints.local_checkpoints import LocalCheckpoints
-from mooring.torch_loop import TorchLoop, TrainingState
+from keepstep import Checkpointer
+from keepstep.checkpoints.local_checkpoints import LocalCheckpoints
+from keepstep.torch_loop import TorchLoop, TrainingState
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ from tests.servers.fault_proxy import FaultProxy
 from tests.servers.process import free_port
 from tests.torch_loop.torchrun import END_SECONDS
 
-from mooring_api import names
+from keepstep_api import names
 
 PROGRAM: Final = Path(__file__).with_name("sharded.py")
 _LIBRARIES: Final = ("torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp")

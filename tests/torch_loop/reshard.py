@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from mooring.torch_loop import TrainingState
+from keepstep.torch_loop import TrainingState
 
 SAMPLES = 64
 BATCH = 4

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from torch.distributed.fsdp import fully_shard
 
-from mooring.torch_loop import TorchLoop
+from keepstep.torch_loop import TorchLoop
 
 
 def main() -> None:

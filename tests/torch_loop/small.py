@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, RandomSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from mooring.torch_loop import TrainingState
+from keepstep.torch_loop import TrainingState
 
 SAMPLES: Final = 48
 BATCH: Final = 4

@@ -14,10 +14,10 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from tests.torch_loop.small import Small, make_loader
 
-from mooring import Checkpointer
-from mooring.torch_loop import TorchLoop
-from mooring.torch_loop.saver import Saver
-from mooring.torch_loop.storage import Storage
+from keepstep import Checkpointer
+from keepstep.torch_loop import TorchLoop
+from keepstep.torch_loop.saver import Saver
+from keepstep.torch_loop.storage import Storage
 
 WAIT_SECONDS = 60.0
 

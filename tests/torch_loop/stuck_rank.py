@@ -17,9 +17,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.nn.parallel import DistributedDataParallel
 
-from mooring import VolumeError
-from mooring.ranks.coordinator import StoreCoordinator
-from mooring.torch_loop import TorchLoop, saver
+from keepstep import VolumeError
+from keepstep.ranks.coordinator import StoreCoordinator
+from keepstep.torch_loop import TorchLoop, saver
 
 SHORT_SECONDS = 3.0
 

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from tests.torch_loop.small import EPOCH, Small, make_loader, resumed
 
-from mooring import Checkpointer, Kind, VolumeError
-from mooring.checkpoints.records import read_records
-from mooring.torch_loop import TorchLoop
+from keepstep import Checkpointer, Kind, VolumeError
+from keepstep.checkpoints.records import read_records
+from keepstep.torch_loop import TorchLoop
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
 
@@ -47,7 +47,7 @@ class Trained(Small):
 
 
 def saved(directory: Path) -> dict[int, Kind]:
-    return {record.step: record.kind for record in read_records(directory / ".mooring" / "records")}
+    return {record.step: record.kind for record in read_records(directory / ".keepstep" / "records")}
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
@@ -153,7 +153,7 @@ def test_a_last_step_that_cannot_be_saved_is_not_lost_in_silence(
 
 def test_sigterm_while_a_save_is_written_leaves_both_checkpoints_whole(tmp_path: Path) -> None:
     directory = tmp_path / "checkpoints"
-    environment = {**os.environ, "MOORING_CHECKPOINT_DIRECTORY": str(directory)}
+    environment = {**os.environ, "KEEPSTEP_CHECKPOINT_DIRECTORY": str(directory)}
     result = subprocess.run(
         [sys.executable, str(STOPPED)], env=environment, capture_output=True, text=True, timeout=100, check=False
     )

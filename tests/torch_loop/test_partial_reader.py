@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
-from mooring import UsageError
-from mooring.agent_client.restores import TOTAL_SECONDS, FileRange
-from mooring.resuming import PartialCheckpoint
-from mooring.torch_loop import partial_reader
-from mooring.torch_loop.storage import Storage
+from keepstep import UsageError
+from keepstep.agent_client.restores import TOTAL_SECONDS, FileRange
+from keepstep.resuming import PartialCheckpoint
+from keepstep.torch_loop import partial_reader
+from keepstep.torch_loop.storage import Storage
 
 
 class Planner:

@@ -17,10 +17,10 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 from torch.distributed.checkpoint.planner import WriteItem
 
-from mooring import Checkpointer, ErrorKind, UsageError
-from mooring.checkpoints.records import read_records
-from mooring.torch_loop import TorchLoop, TrainingState, plain_values
-from mooring.torch_loop.plain_values import PlainReader, decode, encode
+from keepstep import Checkpointer, ErrorKind, UsageError
+from keepstep.checkpoints.records import read_records
+from keepstep.torch_loop import TorchLoop, TrainingState, plain_values
+from keepstep.torch_loop.plain_values import PlainReader, decode, encode
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
 
@@ -204,7 +204,7 @@ def test_a_loop_refuses_at_its_first_step_and_not_when_the_pod_ends(make_checkpo
     trusting = TorchLoop(model, optimizer, scheduler=schedule, checkpointer=make_checkpointer(), trust_pickle=True)
     trusting.step(every=1)
     trusting.finish()
-    assert [record.step for record in read_records(directory / ".mooring" / "records")] == [1]
+    assert [record.step for record in read_records(directory / ".keepstep" / "records")] == [1]
 
 
 def test_a_part_that_is_refused_later_costs_that_checkpoint_and_says_what_to_do(
@@ -220,7 +220,7 @@ def test_a_part_that_is_refused_later_costs_that_checkpoint_and_says_what_to_do(
     schedule.kept = None
     loop.step(every=1)
     loop.finish()
-    assert sorted(record.step for record in read_records(directory / ".mooring" / "records")) == [1, 3]
+    assert sorted(record.step for record in read_records(directory / ".keepstep" / "records")) == [1, 3]
     warning = next(message for message in caplog.messages if "given up" in message)
     assert "step=2" in warning
     assert "scheduler.kept.0" in warning

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from tests.torch_loop.torchrun import ROOT, run, torchrun
 
-from mooring.checkpoints.records import Kind, read_records
+from keepstep.checkpoints.records import Kind, read_records
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -30,7 +30,7 @@ def test_an_example_that_is_stopped_and_started_again_ends_bit_identical(name: s
     more = (*arguments, "--workers", "0")
     stopped = torchrun(STOPPED, str(STOP_AFTER), "1", str(program), *more, directory=tmp_path / "stopped")
     assert stopped.code == 1, stopped.output
-    newest = read_records(tmp_path / "stopped" / ".mooring" / "records")[0]
+    newest = read_records(tmp_path / "stopped" / ".keepstep" / "records")[0]
     assert newest.kind is Kind.JUST_IN_TIME, stopped.output
     assert STOP_AFTER < newest.step <= STOP_AFTER + 2
     # torchrun sends the second a SIGTERM as soon as the first has left.
@@ -66,7 +66,7 @@ def test_a_run_goes_on_with_another_number_of_ranks_from_the_step_that_the_last_
         assert ended.code == 0, ended.output
         steps = [int(line.split()[0]) for line in ended.lines("step=")]
         assert sorted(steps) == list(range(begin + 1, end + 1)), ended.output
-        newest = read_records(tmp_path / ".mooring" / "records")[0]
+        newest = read_records(tmp_path / ".keepstep" / "records")[0]
         assert (newest.step, newest.world_size) == (end, ranks)
 
 
@@ -74,7 +74,7 @@ def test_a_rank_that_cannot_save_costs_that_checkpoint_and_holds_nobody_up(tmp_p
     ended = torchrun(FAILING, directory=tmp_path)
     assert ended.code == 0, ended.output
     assert ended.lines("done") == ["0 8", "1 8"]
-    assert [record.step for record in read_records(tmp_path / ".mooring" / "records")] == [8]
+    assert [record.step for record in read_records(tmp_path / ".keepstep" / "records")] == [8]
     assert sorted(path.name for path in tmp_path.glob("*checkpoint-*")) == ["checkpoint-8"]
     assert len(ended.lines("checkpoint given up, training goes on: step=6")) == 1
     assert ended.lines("ValueError: nobody") == ["thought of this"]
@@ -89,4 +89,4 @@ def test_a_rank_whose_volume_hangs_costs_the_others_a_bounded_wait(tmp_path: Pat
     assert ended.code == 0, ended.output
     assert ended.lines("done") == ["0 4", "1 4"]
     assert "the last checkpoint is still being written" in ended.output
-    assert not read_records(tmp_path / ".mooring" / "records")
+    assert not read_records(tmp_path / ".keepstep" / "records")

@@ -12,11 +12,11 @@ import torch.distributed.checkpoint as dcp
 from tests.torch_loop.small import Small, make_loader, resumed
 from torch.distributed.fsdp import fully_shard
 
-from mooring import Checkpointer
-from mooring.checkpoint_writer import CheckpointWriter
-from mooring.torch_loop import TrainingState
-from mooring.torch_loop.saver import Saver
-from mooring.torch_loop.storage import Storage
+from keepstep import Checkpointer
+from keepstep.checkpoint_writer import CheckpointWriter
+from keepstep.torch_loop import TrainingState
+from keepstep.torch_loop.saver import Saver
+from keepstep.torch_loop.storage import Storage
 
 Make = Callable[[], Checkpointer]
 WAIT_SECONDS = 60.0
@@ -128,8 +128,8 @@ def test_a_save_that_cannot_be_written_costs_a_warning(
         saver.save(checkpointer.begin(3), small.state.capture)
         saver.wait()
     assert saver.saved_step is None
-    assert [path.name for path in directory.iterdir()] == [".mooring"]
-    warnings = [record.message for record in caplog.records if record.name == "mooring" and "step=3" in record.message]
+    assert [path.name for path in directory.iterdir()] == [".keepstep"]
+    warnings = [record.message for record in caplog.records if record.name == "keepstep" and "step=3" in record.message]
     assert len(warnings) == 1
     assert "given up, training goes on" in warnings[0]
     assert "No space left" in warnings[0]
@@ -158,7 +158,7 @@ def test_an_error_that_nobody_thought_of_costs_a_warning(
         getattr(saver, how)(checkpointer.begin(3), small.state.capture)
         saver.wait()
     assert saver.saved_step is None
-    assert [path.name for path in directory.iterdir()] == [".mooring"]
+    assert [path.name for path in directory.iterdir()] == [".keepstep"]
     assert "given up, training goes on: step=3" in caplog.text
     assert "not this one" in caplog.text
     saver.save(checkpointer.begin(4), small.state.capture)
@@ -177,7 +177,7 @@ def test_a_state_that_cannot_be_had_costs_a_warning(
     getattr(saver, how)(make_checkpointer().begin(1), capture)
     saver.close()
     assert "no room for it" in caplog.text
-    assert [path.name for path in directory.iterdir()] == [".mooring"]
+    assert [path.name for path in directory.iterdir()] == [".keepstep"]
 
 
 def full(*_: object) -> torch.futures.Future[list[object]]:

@@ -6,9 +6,9 @@ import pytest
 import torch
 from tests.torch_loop.small import EPOCH, Small, make_loader, resumed
 
-from mooring import UsageError, random_generators
-from mooring.torch_loop import TrainingState
-from mooring.torch_loop.state import _seed_anew
+from keepstep import UsageError, random_generators
+from keepstep.torch_loop import TrainingState
+from keepstep.torch_loop.state import _seed_anew
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
 

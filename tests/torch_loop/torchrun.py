@@ -10,7 +10,7 @@ import pytest
 from tests.harness.warm_python import warm_torchrun
 from tests.servers.process import free_port
 
-from mooring_api import names
+from keepstep_api import names
 
 ROOT: Final = Path(__file__).parents[2]
 _LIBRARIES: Final = (

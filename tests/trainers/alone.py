@@ -1,4 +1,4 @@
-"""Runs a trainer's own file as __main__ without its lines of Mooring, from its framework's newest checkpoint.
+"""Runs a trainer's own file as __main__ without its lines of Keepstep, from its framework's newest checkpoint.
 
 alone.py examples/x.py <its arguments>
 """
@@ -8,7 +8,7 @@ import runpy
 import sys
 from pathlib import Path
 
-CHECKPOINTS = Path(os.environ["MOORING_CHECKPOINT_DIRECTORY"])
+CHECKPOINTS = Path(os.environ["KEEPSTEP_CHECKPOINT_DIRECTORY"])
 
 
 def resume_by_itself(trainer: str) -> None:
@@ -43,8 +43,8 @@ if __name__ == "__main__":
     program = Path(sys.argv[1])
     lines = program.read_text().splitlines(keepends=True)
     stripped = Path(f"{program.stem}.{os.environ['RANK']}.py")
-    stripped.write_text("".join(line for line in lines if "mooring" not in line))
+    stripped.write_text("".join(line for line in lines if "keepstep" not in line))
     resume_by_itself(program.stem)
     sys.argv = [str(stripped), *sys.argv[2:]]
     runpy.run_path(str(stripped), run_name="__main__")
-    assert "mooring" not in sys.modules
+    assert "keepstep" not in sys.modules

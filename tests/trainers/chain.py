@@ -16,8 +16,8 @@ from tests.servers.server import Bucket
 from tests.trainers.job import END_SECONDS, SLOW_SECONDS, Job
 from tests.trainers.trainers import STEPS, Moment, Notice, Stop, Trainer
 
-from mooring.checkpoints.records import read_records
-from mooring_api import names
+from keepstep.checkpoints.records import read_records
+from keepstep_api import names
 
 GRACE_SECONDS = 2 * END_SECONDS
 STEPS_AFTER_NOTICE = 2
@@ -124,7 +124,7 @@ class Chain:
             folder=folder,
             begin=self.step,
             autoload=autoload,
-            without_mooring=autoload and self.trainer.zero_code,
+            without_keepstep=autoload and self.trainer.zero_code,
         )
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tests.trainers import save_moments
 
-from mooring.asynchronous_saves import direct_file
+from keepstep.asynchronous_saves import direct_file
 
 
 class Disturbance(BaseException):

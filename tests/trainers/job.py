@@ -21,8 +21,8 @@ from tests.harness.agent_process import wait_until
 from tests.harness.warm_python import WarmProcess, starts_alike, warm_torchrun
 from tests.servers.process import free_port
 
-from mooring.autoload import path as autoload_path
-from mooring_api import names
+from keepstep.autoload import path as autoload_path
+from keepstep_api import names
 
 PACED: Final = Path(__file__).with_name("paced.py")
 # They bound a hang and judge no speed: two ranks import a framework each, on a machine that others load.
@@ -48,7 +48,7 @@ _LOSS: Final = re.compile(r"step=(\d+) loss=(-?\d+(?:\.\d+)?(?:e[-+]?\d+)?|nan|i
 class Job:
     """`begin` is the step that it resumes at. `launcher`: torchrun's arguments, by default for one node of `ranks`.
 
-    `patient`: it waits longer for its agent than Mooring's client does, which takes a minute of a busy machine for an
+    `patient`: it waits longer for its agent than Keepstep's client does, which takes a minute of a busy machine for an
     agent that is away.
     """
 
@@ -63,7 +63,7 @@ class Job:
         ranks: int = 2,
         launcher: Sequence[str] | None = None,
         autoload: bool = False,
-        without_mooring: bool = False,
+        without_keepstep: bool = False,
         patient: bool = True,
         environment: Mapping[str, str] | None = None,
     ) -> None:
@@ -91,8 +91,8 @@ class Job:
             self._environment["PYTHONPATH"] = os.pathsep.join(found)
         if patient:
             self._environment["PACE_PATIENT"] = "1"
-        if without_mooring:
-            self._environment["PACE_WITHOUT_MOORING"] = "1"
+        if without_keepstep:
+            self._environment["PACE_WITHOUT_KEEPSTEP"] = "1"
         self._process: subprocess.Popen[bytes] | WarmProcess | None = None
         self.order()
 

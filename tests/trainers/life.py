@@ -20,8 +20,8 @@ from tests.trainers.job import LIBRARIES
 from tests.trainers.save_moments import Moment, Way
 from tests.trainers.trainers import EXAMPLES
 
-from mooring.checkpoints.records import is_whole, read_records
-from mooring_api import names
+from keepstep.checkpoints.records import is_whole, read_records
+from keepstep_api import names
 
 ALONE: Final = Path(__file__).with_name("alone.py")
 DISTURBED: Final = Path(__file__).with_name("disturbed.py")
@@ -35,7 +35,7 @@ _LINE: Final = re.compile(r"step=(\d+) loss=(\S+)\n")
 class Life:
     """All ranks of a job of `steps` steps that saves at every second one, from their start to their end.
 
-    `moment`: where rank 0 ends itself in its second save, and `way`, how. `alone`: without Mooring.
+    `moment`: where rank 0 ends itself in its second save, and `way`, how. `alone`: without Keepstep.
     """
 
     def __init__(

@@ -13,8 +13,8 @@ with `held-<rank>` while it is held. Where a rank can be held:
 
 The file `heard` says that the ranks have agreed on what follows from a notice; a slow step is over with that.
 
-Everything is hooked from outside: neither the program nor its framework knows. PACE_WITHOUT_MOORING removes the lines
-with the word mooring from the program first: that is how it trains with zero code.
+Everything is hooked from outside: neither the program nor its framework knows. PACE_WITHOUT_KEEPSTEP removes the lines
+with the word keepstep from the program first: that is how it trains with zero code.
 """
 
 import faulthandler
@@ -34,8 +34,8 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from mooring.gate import Action, RanksGate
-from mooring.gate.gates import Decision
+from keepstep.gate import Action, RanksGate
+from keepstep.gate.gates import Decision
 
 _HOLD_SECONDS = 240.0  # a test that died holds nobody for ever
 _POLL_SECONDS = 0.005
@@ -50,7 +50,7 @@ class Pace:
         self._orders_path = folder / "orders.json"
         self._held_path = folder / f"held-{rank}"
         self._heard_path = folder / "heard"
-        self._checkpoints = os.environ["MOORING_CHECKPOINT_DIRECTORY"] + os.sep
+        self._checkpoints = os.environ["KEEPSTEP_CHECKPOINT_DIRECTORY"] + os.sep
         self._progress = (folder / f"rank-{rank}.{restart}.log").open("w", buffering=1)
         self._progress.write(f"pid {os.getpid()}\n")
         self._pid = os.getpid()
@@ -143,16 +143,16 @@ def _callers() -> Iterator[str]:
 
 def _be_patient() -> None:
     """On a slow machine an agent that answers is not away."""
-    from mooring.agent_client import channel
+    from keepstep.agent_client import channel
 
     channel.ANNOUNCE_SECONDS = _ANSWER_SECONDS  # type: ignore[misc]
     channel.Channel._call.__kwdefaults__["deadline_seconds"] = _ANSWER_SECONDS  # type: ignore[index]
 
 
-def _without_mooring(program: Path, folder: Path) -> Path:
+def _without_keepstep(program: Path, folder: Path) -> Path:
     lines = program.read_text().splitlines(keepends=True)
     copy = folder / f"{program.stem}.{os.environ.get('RANK', '0')}.py"
-    copy.write_text("".join(line for line in lines if "mooring" not in line))
+    copy.write_text("".join(line for line in lines if "keepstep" not in line))
     return copy
 
 
@@ -166,8 +166,8 @@ def main() -> None:
     _install(Pace(folder))
     if "PACE_PATIENT" in os.environ:
         _be_patient()
-    if "PACE_WITHOUT_MOORING" in os.environ:
-        program = _without_mooring(program, folder)
+    if "PACE_WITHOUT_KEEPSTEP" in os.environ:
+        program = _without_keepstep(program, folder)
     sys.argv = [str(program), *sys.argv[2:]]
     runpy.run_path(str(program), run_name="__main__")
 

@@ -8,7 +8,7 @@ from importlib import import_module
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
-from mooring.asynchronous_saves.background_writer import BackgroundSave, BackgroundWriter
+from keepstep.asynchronous_saves.background_writer import BackgroundSave, BackgroundWriter
 
 
 class Moment(StrEnum):
@@ -65,7 +65,7 @@ def at(moment: Moment, then: Callable[[], object]) -> None:
     """Have this process call `then` at a moment of its second save."""
     place = _PLACES[moment]
     module, _, cls = place.owner.partition(":")
-    owner = import_module(f"mooring.{module}")
+    owner = import_module(f"keepstep.{module}")
     owner = getattr(owner, cls) if cls else owner
     function, begin = getattr(owner, place.name), BackgroundWriter.begin
     saves = calls = 0

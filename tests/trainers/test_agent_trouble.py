@@ -17,7 +17,7 @@ from tests.servers.server import Bucket
 from tests.trainers.job import Job
 from tests.trainers.trainers import EXAMPLES, Moment
 
-from mooring_api import names
+from keepstep_api import names
 
 pytestmark = [pytest.mark.trainers, pytest.mark.timeout(400)]
 STEPS = 12
@@ -76,7 +76,7 @@ def test_an_agent_that_dies_in_mid_training_costs_one_warning(
 def test_a_full_disk_costs_the_checkpoints_and_not_the_training(tmp_path: Path) -> None:
     """A Checkpointer's training, which says at its end that its last step is lost.
 
-    Hugging Face's own saves end it on a full disk, with Mooring or without.
+    Hugging Face's own saves end it on a full disk, with Keepstep or without.
     """
     with mounted(tmp_path / "volume", 2_000_000) as volume, job("ddp", volume, tmp_path) as training:
         training.order(hold=Moment.STEP, at_step=6)

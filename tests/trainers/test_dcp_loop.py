@@ -1,4 +1,4 @@
-"""A loop that knows nothing of Mooring and saves by torch.distributed.checkpoint, under autoload and a real agent."""
+"""A loop that knows nothing of Keepstep and saves by torch.distributed.checkpoint, under autoload and a real agent."""
 
 import secrets
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from tests.servers.server import Bucket
 from tests.trainers.job import END_SECONDS, Job
 from tests.trainers.trainers import EXAMPLES, Moment
 
-from mooring_api import names
+from keepstep_api import names
 
 pytestmark = [pytest.mark.trainers, pytest.mark.timeout(600)]
 ARGUMENTS = ("--steps", "12", "--save-every", "5")
@@ -88,7 +88,7 @@ def test_every_save_of_a_bare_loop_is_committed_and_it_resumes_from_the_bucket(
         assert agent.wait(END_SECONDS) == 0, agent.log_text()
     assert steps(view) == [5, 10, 12]
     for step in (5, 10, 12):
-        (manifest,) = [key for key in view.keys(f"step-{step}/") if "/.mooring/manifest-" in key]
+        (manifest,) = [key for key in view.keys(f"step-{step}/") if "/.keepstep/manifest-" in key]
         assert manifest.endswith("/manifest-00000-00002.json")
 
 

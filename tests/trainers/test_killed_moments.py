@@ -1,6 +1,6 @@
 """Every framework's trainer is ended at each moment of a save, and goes on from a whole checkpoint.
 
-Its framework goes on from there without Mooring too. `make soak` does the same with two ranks.
+Its framework goes on from there without Keepstep too. `make soak` does the same with two ranks.
 """
 
 import os
@@ -18,7 +18,7 @@ STEPS: Final = 24
 LIFE_SECONDS: Final = 120.0
 """It bounds a hang and judges no speed."""
 RECORDED: Final = (Moment.RECORDED, Moment.ANNOUNCED)
-SOAK: Final = "MOORING_RANDOM_ENDS" in os.environ
+SOAK: Final = "KEEPSTEP_RANDOM_ENDS" in os.environ
 """It takes ten minutes."""
 RANDOM_ALONE: Final = ("lightning_trainer",)
 """It does not restore its random generators."""

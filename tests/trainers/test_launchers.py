@@ -1,4 +1,4 @@
-"""Launchers other than torchrun, under `mooring run`: a SIGTERM ends them at once, and their ranks save nevertheless.
+"""Launchers other than torchrun, under `keepstep run`: a SIGTERM ends them at once, and their ranks save nevertheless.
 
 Each is the real one, with the real example of its framework.
 """
@@ -113,7 +113,7 @@ def test_with_autoload_the_parent_of_spawned_ranks_waits_for_them_and_exits_as_t
 
 
 def autoload_first() -> str:
-    from mooring.autoload import path
+    from keepstep.autoload import path
 
     return os.pathsep.join([str(path()), *filter(None, [os.environ.get("PYTHONPATH")])])
 

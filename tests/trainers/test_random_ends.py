@@ -16,7 +16,7 @@ import pytest
 from tests.trainers.job import LIBRARIES
 from tests.trainers.life import Life, newest_whole
 
-ENDS: Final = int(os.environ.get("MOORING_RANDOM_ENDS", "24"))
+ENDS: Final = int(os.environ.get("KEEPSTEP_RANDOM_ENDS", "24"))
 """Of each framework; of four, one is with two ranks."""
 STEPS: Final = 60
 """Of a whole training. When it has ended by itself, the next begins on an empty volume."""

@@ -1,4 +1,4 @@
-"""What Mooring writes behind a training is, file by file, what its framework writes while the training waits."""
+"""What Keepstep writes behind a training is, file by file, what its framework writes while the training waits."""
 
 import os
 import pickletools
@@ -12,8 +12,8 @@ from tests.servers.process import free_port
 from tests.trainers.job import END_SECONDS, LIBRARIES
 from tests.trainers.trainers import EXAMPLES
 
-from mooring.checkpoints.records import read_records
-from mooring_api import names
+from keepstep.checkpoints.records import read_records
+from keepstep_api import names
 
 PROGRAM = Path(__file__).with_name("disturbed.py")
 

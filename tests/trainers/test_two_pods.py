@@ -17,9 +17,9 @@ from tests.servers.server import Bucket
 from tests.trainers.job import END_SECONDS, SLOW_SECONDS, Job
 from tests.trainers.trainers import EXAMPLES, Moment
 
-from mooring.ranks.coordinator import PATIENCE_SECONDS
-from mooring_api import names
-from mooring_api.v1 import agent_pb2
+from keepstep.ranks.coordinator import PATIENCE_SECONDS
+from keepstep_api import names
+from keepstep_api.v1 import agent_pb2
 
 pytestmark = [pytest.mark.trainers, pytest.mark.timeout(900)]
 PROGRAM = EXAMPLES / "ddp.py"

@@ -53,7 +53,7 @@ class Trainer:
     """`same_losses`, `same_tensors`: they are those of an uninterrupted run, bit by bit; the tensors of the last save.
 
     `evaluates_first`: once more before the first step of a run, where one rank alone is told and must not forget it.
-    `zero_code`: it needs no line of Mooring under autoload. `writers`: ranks that have a share in a checkpoint.
+    `zero_code`: it needs no line of Keepstep under autoload. `writers`: ranks that have a share in a checkpoint.
     """
 
     name: str

@@ -14,11 +14,11 @@ from tests.fakes.fake_api_server import FakeApiServer, Mood
 from tests.harness.installed_chart import MANAGED, SERVICE, installed_chart, managed_in, published, withdraw
 from tests.webhook.test_certificates import pem, shake_hands
 
-from mooring_agent.core.errors import ErrorKind, MooringError
-from mooring_agent.core.policies.certificate_rotation import CertificateLifetimes
-from mooring_agent.webhook.certificate_keeper import CertificateKeeper, ServingCertificate, kept_certificates
-from mooring_agent.webhook.certificates import CertificateWithKey, make_authority, make_leaf, read_secret
-from mooring_agent.webhook.settings import CertificateTimings, SelfManaged
+from keepstep_agent.core.errors import ErrorKind, KeepstepError
+from keepstep_agent.core.policies.certificate_rotation import CertificateLifetimes
+from keepstep_agent.webhook.certificate_keeper import CertificateKeeper, ServingCertificate, kept_certificates
+from keepstep_agent.webhook.certificates import CertificateWithKey, make_authority, make_leaf, read_secret
+from keepstep_agent.webhook.settings import CertificateTimings, SelfManaged
 
 SECONDS = 30.0
 TIMINGS = CertificateTimings(
@@ -88,7 +88,7 @@ async def test_it_uses_exactly_the_rights_that_the_chart_gives(
     objects = {"secrets": MANAGED.secret, "mutatingwebhookconfigurations": MANAGED.configuration}
     assert used == {(verb, *one) for one in objects.items() for verb in ("get", "patch")}
     assert all(api.allowed(*one) for one in used), "and tests of the chart hold that these are all"
-    assert {one.manager for one in api.asked if one.verb == "patch"} == {"mooring-webhook"}
+    assert {one.manager for one in api.asked if one.verb == "patch"} == {"keepstep-webhook"}
 
 
 @pytest.mark.parametrize("verb", ["get", "patch"])
@@ -97,7 +97,7 @@ async def test_without_a_right_that_it_needs_to_begin_it_ends_and_names_it(
 ) -> None:
     allowed = api.allowed
     api.allowed = lambda *asked: asked[:2] != (verb, "secrets") and allowed(*asked)
-    with pytest.raises(MooringError, match=f'403 .* cannot {verb} resource "secrets"') as caught:
+    with pytest.raises(KeepstepError, match=f'403 .* cannot {verb} resource "secrets"') as caught:
         async with kept_certificates(managed(api, tmp_path, begin_seconds=0.2), certificate):
             raise AssertionError("it has none")
     assert caught.value.kind is ErrorKind.ACCESS_DENIED
@@ -172,7 +172,7 @@ async def test_without_a_pair_and_without_an_api_server_it_ends_and_says_why(
     tmp_path: Path, api: FakeApiServer, certificate: ServingCertificate
 ) -> None:
     api.mood = Mood.BROKEN
-    with pytest.raises(MooringError, match=r"answers 500 .* etcdserver: leader changed") as caught:
+    with pytest.raises(KeepstepError, match=r"answers 500 .* etcdserver: leader changed") as caught:
         async with kept_certificates(managed(api, tmp_path, begin_seconds=0.2), certificate):
             raise AssertionError("it has none")
     assert caught.value.kind is ErrorKind.UNREACHABLE
@@ -182,7 +182,7 @@ async def test_without_a_service_account_it_says_what_is_missing(
     tmp_path: Path, api: FakeApiServer, certificate: ServingCertificate
 ) -> None:
     told = replace(managed(api, tmp_path, begin_seconds=0.2), service_account=tmp_path / "nothing")
-    with pytest.raises(MooringError) as caught:
+    with pytest.raises(KeepstepError) as caught:
         async with kept_certificates(told, certificate):
             raise AssertionError("it has none")
     assert "automountServiceAccountToken" in caught.value.hint
@@ -191,7 +191,7 @@ async def test_without_a_service_account_it_says_what_is_missing(
 async def test_a_folder_that_cannot_be_written_is_said(api: FakeApiServer, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     unwritable = ServingCertificate(tmp_path / "file" / "certificates")
-    with pytest.raises(MooringError) as caught:
+    with pytest.raises(KeepstepError) as caught:
         async with kept_certificates(managed(api, tmp_path, begin_seconds=0.2), unwritable):
             raise AssertionError("it has none")
     assert "must be writable" in caught.value.hint
@@ -201,7 +201,7 @@ async def test_an_expired_pair_is_none(api: FakeApiServer, tmp_path: Path, certi
     put_old_pair(certificate, datetime.now(UTC) - timedelta(days=100))
     assert certificate.seconds_left() < 0
     api.mood = Mood.BROKEN
-    with pytest.raises(MooringError, match="leader changed"):
+    with pytest.raises(KeepstepError, match="leader changed"):
         async with kept_certificates(managed(api, tmp_path, begin_seconds=0.2), certificate):
             raise AssertionError("it has none")
 

@@ -15,15 +15,15 @@ from cryptography.x509.verification import PolicyBuilder, Store, VerificationErr
 from structlog.testing import capture_logs
 from tests.fakes.object_shelf import ObjectShelf, RefusedError
 
-from mooring_agent.adapters.kubernetes import ApiServer
-from mooring_agent.core.errors import ErrorKind, MooringError
-from mooring_agent.core.policies.certificate_rotation import CertificateLifetimes
-from mooring_agent.webhook.certificate_keeper import CertificateKeeper, ServingCertificate, ca_bundles, published_in
-from mooring_agent.webhook.certificates import SecretContent, fingerprint, read_bundle, read_secret
-from mooring_agent.webhook.settings import SelfManaged
+from keepstep_agent.adapters.kubernetes import ApiServer
+from keepstep_agent.core.errors import ErrorKind, KeepstepError
+from keepstep_agent.core.policies.certificate_rotation import CertificateLifetimes
+from keepstep_agent.webhook.certificate_keeper import CertificateKeeper, ServingCertificate, ca_bundles, published_in
+from keepstep_agent.webhook.certificates import SecretContent, fingerprint, read_bundle, read_secret
+from keepstep_agent.webhook.settings import SelfManaged
 
-MANAGED = SelfManaged(namespace="mooring", service="mooring-webhook", secret="s", configuration="c")
-SERVICE = "mooring-webhook.mooring.svc"
+MANAGED = SelfManaged(namespace="keepstep", service="keepstep-webhook", secret="s", configuration="c")
+SERVICE = "keepstep-webhook.keepstep.svc"
 SECRETS, CONFIGURATIONS = "secrets", "mutatingwebhookconfigurations"
 LIVES = CertificateLifetimes()
 BEGIN = datetime(2026, 1, 1, tzinfo=UTC)
@@ -47,14 +47,14 @@ class _SteppedCluster(ApiServer):
         self, method: str, path: str, content: Mapping[str, Any] | None = None, content_type: str = ""
     ) -> dict[str, Any]:
         resource, name = path.partition("?")[0].split("/")[-2:]
-        away = MooringError(ErrorKind.UNREACHABLE, f"{method} {path}: away")
+        away = KeepstepError(ErrorKind.UNREACHABLE, f"{method} {path}: away")
         if await _Pause() == "lost":
             raise away
         try:
             answer = self._shelf.get(resource, name) if content is None else self._shelf.patch(resource, name, content)
         except RefusedError as error:
             kinds = {404: ErrorKind.NOT_FOUND, 409: ErrorKind.ALREADY_EXISTS}
-            raise MooringError(kinds[error.status], str(error)) from error
+            raise KeepstepError(kinds[error.status], str(error)) from error
         if await _Pause() == "lost":
             raise away
         return answer
@@ -87,7 +87,7 @@ class _World:
     def __init__(self) -> None:
         self.shelf = ObjectShelf()
         self.shelf.create(SECRETS, {"metadata": {"name": MANAGED.secret}})
-        self.shelf.create(CONFIGURATIONS, configuration("pods.mooring.dev", "others.mooring.dev"))
+        self.shelf.create(CONFIGURATIONS, configuration("pods.keepstep.dev", "others.keepstep.dev"))
         self.now = BEGIN
         self.trusted: list[tuple[datetime, bytes]] = [(BEGIN, b"")]
         self.leaves: dict[str, str] = {}
@@ -145,7 +145,7 @@ class _World:
 
 def configuration(*webhooks: str) -> dict[str, Any]:
     """As the chart installs it."""
-    service = {"name": "mooring-webhook", "namespace": "mooring"}
+    service = {"name": "keepstep-webhook", "namespace": "keepstep"}
     return {
         "metadata": {"name": "c"},
         "webhooks": [{"name": name, "rules": [], "clientConfig": {"service": service}} for name in webhooks],
@@ -183,15 +183,15 @@ class _Replica:
                 self._look.send(None)
             else:
                 self._look.send(outcome)
-        except (StopIteration, MooringError) as end:
+        except (StopIteration, KeepstepError) as end:
             self._look = None
-            self.problem = end if isinstance(end, MooringError) else None
+            self.problem = end if isinstance(end, KeepstepError) else None
             return True
         finally:
             self._world.note()
         return False
 
-    def look(self) -> MooringError | None:
+    def look(self) -> KeepstepError | None:
         """A whole one, without anybody in between; what was wrong."""
         while not self.step():
             continue
@@ -305,7 +305,7 @@ def test_what_others_wrote_into_our_objects_stays() -> None:
     assert secret["metadata"]["labels"] == {"team": "ours"}
     assert secret["data"]["note"] == "aGVsbG8="
     webhooks = world.shelf.get(CONFIGURATIONS, "c")["webhooks"]
-    assert all(one["clientConfig"]["service"]["name"] == "mooring-webhook" for one in webhooks)
+    assert all(one["clientConfig"]["service"]["name"] == "keepstep-webhook" for one in webhooks)
 
 
 def test_a_secret_that_is_emptied_has_everything_renewed_at_once() -> None:
@@ -331,5 +331,5 @@ def test_without_the_configuration_the_leaf_is_made_and_what_is_missing_is_said(
     assert world.kept().leaf is not None
     replica.load()
     assert replica.serves
-    world.shelf.create(CONFIGURATIONS, configuration("pods.mooring.dev", "others.mooring.dev"))
+    world.shelf.create(CONFIGURATIONS, configuration("pods.keepstep.dev", "others.keepstep.dev"))
     assert replica.look() is None

@@ -8,13 +8,19 @@ from pathlib import Path
 
 import pytest
 
-from mooring_agent.core.policies.certificate_rotation import CertificateLifetimes, Plan, plan
-from mooring_agent.webhook.certificate_keeper import ServingCertificate
-from mooring_agent.webhook.certificates import CertificateWithKey, SecretContent, make_authority, make_leaf, read_secret
+from keepstep_agent.core.policies.certificate_rotation import CertificateLifetimes, Plan, plan
+from keepstep_agent.webhook.certificate_keeper import ServingCertificate
+from keepstep_agent.webhook.certificates import (
+    CertificateWithKey,
+    SecretContent,
+    make_authority,
+    make_leaf,
+    read_secret,
+)
 
 NOW = datetime.now(UTC)
 LIVES = CertificateLifetimes()
-SERVICE = "mooring-webhook.mooring.svc"
+SERVICE = "keepstep-webhook.keepstep.svc"
 NAMES = frozenset({SERVICE, f"{SERVICE}.cluster.local"})
 
 
@@ -55,7 +61,7 @@ def test_for_another_name_it_is_not(tmp_path: Path) -> None:
     authority = make_authority(NOW, LIVES)
     leaf = make_leaf(authority, NAMES, NOW, LIVES)
     with pytest.raises(ssl.SSLCertVerificationError, match="mismatch"):
-        shake_hands(tmp_path, leaf, authority.certificate_pem, "mooring-webhook.other.svc")
+        shake_hands(tmp_path, leaf, authority.certificate_pem, "keepstep-webhook.other.svc")
 
 
 @pytest.mark.parametrize("newest_first", [True, False])
@@ -148,7 +154,7 @@ def test_a_certificate_that_is_no_authority_is_not_taken_for_one() -> None:
 @pytest.mark.parametrize(
     ("name", "now"),
     [
-        ("mooring-webhook.other.svc", NOW),
+        ("keepstep-webhook.other.svc", NOW),
         (SERVICE, NOW + LIVES.leaf + timedelta(minutes=1)),
         (SERVICE, NOW - timedelta(hours=2)),
     ],

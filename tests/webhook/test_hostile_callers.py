@@ -15,7 +15,7 @@ from tests.chart.rendering import of_kind, render
 from tests.harness.agent_process import wait_until
 from tests.harness.webhook_process import WebhookProcess, review_of, training_pod
 
-from mooring_agent.webhook.settings import MOST_BODY_BYTES, MOST_CONNECTIONS, MOST_PROBES, SMALL_BODY_BYTES
+from keepstep_agent.webhook.settings import MOST_BODY_BYTES, MOST_CONNECTIONS, MOST_PROBES, SMALL_BODY_BYTES
 
 _MIB = 1024 * 1024
 _SECONDS = 60.0

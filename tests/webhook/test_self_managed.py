@@ -25,7 +25,7 @@ from tests.harness.installed_chart import (
 from tests.harness.self_managed_webhook import Reviewer, SelfManagedWebhook
 from tests.harness.webhook_process import review_of, training_pod
 
-from mooring_agent.webhook.certificates import CertificateWithKey, read_secret
+from keepstep_agent.webhook.certificates import CertificateWithKey, read_secret
 
 _SECONDS = 90.0
 _LAG_SECONDS = 4.0

@@ -50,20 +50,20 @@ def test_an_opted_in_pod_gets_agent_and_restore(webhook: WebhookProcess) -> None
     assert response["allowed"]
     changed = jsonpatch.apply_patch(pod, base64.b64decode(response["patch"]).decode())
     injected = {one["name"]: one["image"] for one in changed["spec"]["initContainers"]}
-    assert injected == {"mooring-restore": IMAGE, "mooring-agent": IMAGE}
+    assert injected == {"keepstep-restore": IMAGE, "keepstep-agent": IMAGE}
 
 
 def test_a_pod_that_asks_for_what_cannot_be_is_refused_with_the_reason(webhook: WebhookProcess) -> None:
     response = ask(webhook.connect(), review_of(training_pod(destinaton="s3://bucket")))
     assert not response["allowed"]
-    assert "did you mean mooring.dev/destination?" in response["status"]["message"]
+    assert "did you mean keepstep.dev/destination?" in response["status"]["message"]
 
 
 def test_under_ignore_it_runs_without_and_its_author_is_told(tmp_path: Path) -> None:
     with WebhookProcess(tmp_path, "--failure-policy=Ignore") as webhook:
         response = ask(webhook.connect(), review_of(training_pod(destinaton="s3://bucket")))
     assert response["allowed"]
-    assert any("did you mean mooring.dev/destination?" in warning for warning in response["warnings"])
+    assert any("did you mean keepstep.dev/destination?" in warning for warning in response["warnings"])
 
 
 @pytest.mark.parametrize(
@@ -207,8 +207,8 @@ def test_metrics_say_what_became_of_the_reviews(webhook: WebhookProcess) -> None
     ask(webhook.connect(), review_of(training_pod(destination="nowhere")))
     status, text = webhook.get("/metrics")
     assert status == 200
-    assert 'mooring_webhook_reviews_total{outcome="injected"} 1.0' in text
-    assert 'mooring_webhook_reviews_total{outcome="refused"} 1.0' in text
-    assert 'mooring_webhook_reviews_total{outcome="skipped"} 0.0' in text
-    [left] = [line for line in text.splitlines() if line.startswith("mooring_webhook_certificate_seconds_left ")]
+    assert 'keepstep_webhook_reviews_total{outcome="injected"} 1.0' in text
+    assert 'keepstep_webhook_reviews_total{outcome="refused"} 1.0' in text
+    assert 'keepstep_webhook_reviews_total{outcome="skipped"} 0.0' in text
+    [left] = [line for line in text.splitlines() if line.startswith("keepstep_webhook_certificate_seconds_left ")]
     assert 0 < float(left.split()[1]) <= 24 * 3600

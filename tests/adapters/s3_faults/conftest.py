@@ -13,12 +13,12 @@ from tests.servers.rclone import RcloneServer
 from tests.servers.server import Bucket
 from tests.servers.tls import Certificate
 
-from mooring_agent.adapters.rate_limit import RateLimiter
-from mooring_agent.adapters.s3.store import open_s3_store
-from mooring_agent.adapters.transfer.direct import DirectTransfer
-from mooring_agent.core.model import Region
-from mooring_agent.core.settings.values import MIB, StoreSettings
-from mooring_agent.ports import ObjectStore
+from keepstep_agent.adapters.rate_limit import RateLimiter
+from keepstep_agent.adapters.s3.store import open_s3_store
+from keepstep_agent.adapters.transfer.direct import DirectTransfer
+from keepstep_agent.core.model import Region
+from keepstep_agent.core.settings.values import MIB, StoreSettings
+from keepstep_agent.ports import ObjectStore
 
 
 @pytest.fixture(params=["pieces", "kernel", "tls", "plain"])

@@ -5,10 +5,10 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from mooring_agent.adapters.checksum import crc64nvme, region_checksum
-from mooring_agent.core.errors import ErrorKind, StoreError
-from mooring_agent.core.model import Region
-from mooring_agent.ports import ObjectStore
+from keepstep_agent.adapters.checksum import crc64nvme, region_checksum
+from keepstep_agent.core.errors import ErrorKind, StoreError
+from keepstep_agent.core.model import Region
+from keepstep_agent.ports import ObjectStore
 
 WAIT_SECONDS = 60.0
 

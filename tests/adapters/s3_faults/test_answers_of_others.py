@@ -9,11 +9,11 @@ from tests.servers.fault_proxy import FaultProxy
 from tests.servers.faults import Fault, Rule
 from tests.servers.server import Bucket
 
-from mooring_agent.adapters.checksum import region_checksum
-from mooring_agent.adapters.open_store import open_store
-from mooring_agent.core.errors import ErrorKind
-from mooring_agent.core.model import Region
-from mooring_agent.ports import ObjectStore
+from keepstep_agent.adapters.checksum import region_checksum
+from keepstep_agent.adapters.open_store import open_store
+from keepstep_agent.core.errors import ErrorKind
+from keepstep_agent.core.model import Region
+from keepstep_agent.ports import ObjectStore
 
 NGINX_NOT_FOUND = (
     b"<html>\r\n<head><title>404 Not Found</title></head>\r\n<body>\r\n"

@@ -12,12 +12,12 @@ from tests.servers.faults import Fault, Rule
 from tests.servers.process import wait_until
 from tests.servers.server import Bucket
 
-from mooring_agent.adapters.checksum import crc64nvme, region_checksum
-from mooring_agent.adapters.open_store import open_store
-from mooring_agent.core.errors import ErrorKind
-from mooring_agent.core.model import Region
-from mooring_agent.core.settings.values import MIB
-from mooring_agent.ports import ObjectStore
+from keepstep_agent.adapters.checksum import crc64nvme, region_checksum
+from keepstep_agent.adapters.open_store import open_store
+from keepstep_agent.core.errors import ErrorKind
+from keepstep_agent.core.model import Region
+from keepstep_agent.core.settings.values import MIB
+from keepstep_agent.ports import ObjectStore
 
 
 @pytest.mark.parametrize("fault", [Fault.RESET_REQUEST, Fault.LOSE_ANSWER])

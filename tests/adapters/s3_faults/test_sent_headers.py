@@ -8,11 +8,11 @@ from tests.servers.fault_proxy import FaultProxy
 from tests.servers.faults import Fault, Rule
 from tests.servers.server import Bucket
 
-import mooring_agent
-from mooring_agent.adapters.checksum import crc64nvme, region_checksum
-from mooring_agent.adapters.open_store import open_store
-from mooring_agent.core.errors import ErrorKind
-from mooring_agent.core.model import Region
+import keepstep_agent
+from keepstep_agent.adapters.checksum import crc64nvme, region_checksum
+from keepstep_agent.adapters.open_store import open_store
+from keepstep_agent.core.errors import ErrorKind
+from keepstep_agent.core.model import Region
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ async def test_a_stores_log_says_who_asked(rclone_bucket: Bucket, fault_proxy: F
         await store.put("a", b"x")
 
     assert [request.headers["user-agent"].split()[0] for request in fault_proxy.log] == [
-        f"mooring/{mooring_agent.__version__}"
+        f"keepstep/{keepstep_agent.__version__}"
     ]
 
 

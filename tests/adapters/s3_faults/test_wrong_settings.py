@@ -8,8 +8,8 @@ from tests.adapters.s3_faults.store_calls import WAIT_SECONDS, fails, first_of_l
 from tests.servers.process import free_port
 from tests.servers.server import SECRET_KEY, Bucket
 
-from mooring_agent.adapters.open_store import open_store
-from mooring_agent.core.errors import ErrorKind
+from keepstep_agent.adapters.open_store import open_store
+from keepstep_agent.core.errors import ErrorKind
 
 
 @pytest.mark.parametrize("server", ["rclone", "seaweed", "ceph"])

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from mooring_agent.adapters.volume.staging_area import LocalStagingArea
+from keepstep_agent.adapters.volume.staging_area import LocalStagingArea
 
 
 @pytest.fixture

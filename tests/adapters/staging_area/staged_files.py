@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from mooring_agent.adapters.volume.staging_area import LocalStagingArea
-from mooring_agent.core.errors import MooringError
-from mooring_agent.core.model import StagedFile
-from mooring_agent.ports import StagedDescriptor, StageRequest
+from keepstep_agent.adapters.volume.staging_area import LocalStagingArea
+from keepstep_agent.core.errors import KeepstepError
+from keepstep_agent.core.model import StagedFile
+from keepstep_agent.ports import StagedDescriptor, StageRequest
 
 DESCRIPTOR = StagedDescriptor(announcements=("täst" * 20,), part_size_bytes=7)
 
@@ -19,12 +19,12 @@ def stage_request(
 
 
 def staged_names(volume: Path) -> list[str]:
-    staged = volume / ".mooring" / "staged"
+    staged = volume / ".keepstep" / "staged"
     return sorted(path.relative_to(staged).as_posix() for path in staged.rglob("*")) if staged.exists() else []
 
 
-def refusal(area: LocalStagingArea, request: StageRequest) -> MooringError:
-    with pytest.raises(MooringError) as caught:
+def refusal(area: LocalStagingArea, request: StageRequest) -> KeepstepError:
+    with pytest.raises(KeepstepError) as caught:
         area.stage(request)
     assert caught.value.hint
     return caught.value

@@ -9,10 +9,16 @@ import pytest
 from structlog.testing import capture_logs
 from tests.adapters.staging_area.staged_files import DESCRIPTOR, refusal, stage_request, staged_names
 
-from mooring_agent.adapters.volume import announced_files, pinning
-from mooring_agent.adapters.volume.staging_area import LocalStagingArea
-from mooring_agent.core.errors import ErrorKind
-from mooring_agent.core.limits import ANNOUNCEMENT_CHARACTERS, DESCRIPTOR_BYTES, FILES_PER_RANK, LOCAL_RANKS, SAVE_BYTES
+from keepstep_agent.adapters.volume import announced_files, pinning
+from keepstep_agent.adapters.volume.staging_area import LocalStagingArea
+from keepstep_agent.core.errors import ErrorKind
+from keepstep_agent.core.limits import (
+    ANNOUNCEMENT_CHARACTERS,
+    DESCRIPTOR_BYTES,
+    FILES_PER_RANK,
+    LOCAL_RANKS,
+    SAVE_BYTES,
+)
 
 
 def test_scan_returns_descriptors_and_files_of_everything_staged(
@@ -31,7 +37,7 @@ def test_scan_removes_what_is_half_staged_and_leaves_unreadable_descriptors_asid
     volume: Path, area: LocalStagingArea, checkpoint: Path
 ) -> None:
     files = area.stage(stage_request(checkpoint))
-    staged = volume / ".mooring" / "staged"
+    staged = volume / ".keepstep" / "staged"
     (staged / "save-1" / "rank-00004" / "deep").mkdir(parents=True)
     (staged / "save-1" / "rank-00004" / "deep" / "pin").write_bytes(b"half")
     (staged / "save-1" / "rank-00004.json.partial").write_bytes(b"{")
@@ -61,18 +67,18 @@ def test_release_drops_every_rank_of_one_save_and_may_be_repeated(
     area.release("save-1")
     assert [pins for _, pins in area.scan()] == [kept]
     assert (checkpoint / "state.json").read_bytes() == b"{}"
-    assert not (volume / ".mooring" / "staged" / "save-1").exists()
+    assert not (volume / ".keepstep" / "staged" / "save-1").exists()
 
 
 def test_the_descriptor_is_plain_json(volume: Path, area: LocalStagingArea, checkpoint: Path) -> None:
     area.stage(stage_request(checkpoint))
-    value = json.loads((volume / ".mooring" / "staged" / "save-1" / "rank-00003.json").read_bytes())
+    value = json.loads((volume / ".keepstep" / "staged" / "save-1" / "rank-00003.json").read_bytes())
     assert value["descriptor"] == {"announcements": ["täst" * 20], "part_size_bytes": 7, "pack_size_bytes": 0}
     assert [file["path"] for file in value["files"]] == ["empty", "model/weights.pt", "state.json"]
 
 
 def _change_descriptor(volume: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    path = volume / ".mooring" / "staged" / "save-1" / "rank-00003.json"
+    path = volume / ".keepstep" / "staged" / "save-1" / "rank-00003.json"
     value = json.loads(path.read_bytes())
     change(value)
     path.write_text(json.dumps(value))

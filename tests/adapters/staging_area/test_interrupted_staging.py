@@ -15,9 +15,9 @@ import pytest
 from structlog.testing import capture_logs
 from tests.adapters.staging_area.staged_files import pinned_contents, refusal, stage_request, staged_names
 
-from mooring_agent.adapters.volume import staging_area
-from mooring_agent.adapters.volume.staging_area import LocalStagingArea
-from mooring_agent.core.errors import ErrorKind, VolumeError
+from keepstep_agent.adapters.volume import staging_area
+from keepstep_agent.adapters.volume.staging_area import LocalStagingArea
+from keepstep_agent.core.errors import ErrorKind, VolumeError
 
 
 @pytest.mark.parametrize("code", [errno.EPERM, errno.EXDEV, errno.EMLINK])
@@ -178,8 +178,8 @@ _STAGER = """
 import sys
 import tempfile
 from pathlib import Path
-from mooring_agent.adapters.volume.staging_area import LocalStagingArea
-from mooring_agent.ports import StagedDescriptor, StageRequest
+from keepstep_agent.adapters.volume.staging_area import LocalStagingArea
+from keepstep_agent.ports import StagedDescriptor, StageRequest
 
 volume, source = Path(sys.argv[1]), sys.argv[2]
 print("ready", flush=True)
@@ -199,7 +199,7 @@ def test_a_stage_that_is_killed_is_either_whole_or_removed_by_the_next_scan(volu
         (folder / f"{number}.pt").write_bytes(b"x")
     for wait_for in (0, 1, 150, 300):
         command = [sys.executable, "-c", _STAGER, str(volume), str(folder)]
-        pins = volume / ".mooring" / "staged" / "killed" / "rank-00000"
+        pins = volume / ".keepstep" / "staged" / "killed" / "rank-00000"
         with subprocess.Popen(command, stdout=subprocess.PIPE) as stager:
             assert stager.stdout is not None
             stager.stdout.readline()
@@ -246,7 +246,7 @@ def test_ten_thousand_files_are_staged_in_seconds_not_minutes(
 def test_a_rank_is_staged_although_another_ones_failed_stage_removes_the_folder_of_the_save(
     volume: Path, area: LocalStagingArea, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save_folder = volume / ".mooring" / "staged" / "save-1"
+    save_folder = volume / ".keepstep" / "staged" / "save-1"
     mkdir = os.mkdir
     removals = iter(range(1))
 

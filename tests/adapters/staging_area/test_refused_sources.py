@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from tests.adapters.staging_area.staged_files import pinned_contents, refusal, stage_request, staged_names
 
-from mooring_agent.adapters.volume.staging_area import LocalStagingArea
-from mooring_agent.core.errors import ErrorKind, RequestError
+from keepstep_agent.adapters.volume.staging_area import LocalStagingArea
+from keepstep_agent.core.errors import ErrorKind, RequestError
 
 
 def test_a_path_outside_the_volume_is_refused(tmp_path: Path, area: LocalStagingArea) -> None:
@@ -65,12 +65,12 @@ def test_links_that_lead_nowhere_or_in_circles_are_refused(
     assert f"{checkpoint}/link" in str(error)
 
 
-def test_moorings_own_folder_is_never_staged(volume: Path, area: LocalStagingArea, checkpoint: Path) -> None:
+def test_keepsteps_own_folder_is_never_staged(volume: Path, area: LocalStagingArea, checkpoint: Path) -> None:
     area.stage(stage_request(checkpoint))
-    (checkpoint / "back").symlink_to(volume / ".mooring" / "staged")
-    for source in (volume, volume / ".mooring", volume / ".mooring" / "staged" / "save-1", checkpoint):
+    (checkpoint / "back").symlink_to(volume / ".keepstep" / "staged")
+    for source in (volume, volume / ".keepstep", volume / ".keepstep" / "staged" / "save-1", checkpoint):
         assert refusal(area, stage_request(source, save="save-2")).kind is ErrorKind.BAD_REQUEST
-    request = stage_request(volume, ".mooring/staged/save-1/rank-00003.json", save="save-2")
+    request = stage_request(volume, ".keepstep/staged/save-1/rank-00003.json", save="save-2")
     assert refusal(area, request).kind is ErrorKind.BAD_NAME
 
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from tests.adapters.staging_area.staged_files import pinned_contents, refusal, stage_request, staged_names
 
-from mooring_agent.adapters.volume.content_check import content_signature
-from mooring_agent.adapters.volume.staging_area import LocalStagingArea
-from mooring_agent.core.errors import ErrorKind, VolumeError
+from keepstep_agent.adapters.volume.content_check import content_signature
+from keepstep_agent.adapters.volume.staging_area import LocalStagingArea
+from keepstep_agent.core.errors import ErrorKind, VolumeError
 
 
 def test_a_directory_is_pinned_by_hard_links_that_outlive_it(
@@ -24,7 +24,7 @@ def test_a_directory_is_pinned_by_hard_links_that_outlive_it(
         path.rmdir() if path.is_dir() else path.unlink()
     assert pinned_contents(volume, files) == {"empty": b"", "model/weights.pt": b"weights" * 1000, "state.json": b"{}"}
     assert [file.path for file in files] == ["empty", "model/weights.pt", "state.json"]
-    assert files[2].pin == ".mooring/staged/save-1/rank-00003/state.json"
+    assert files[2].pin == ".keepstep/staged/save-1/rank-00003/state.json"
     assert files[2].fingerprint.inode == inode
     assert not any(file.private for file in files)
     area.check("save-1", 3, files)
@@ -184,8 +184,8 @@ def test_ranks_may_bring_the_same_bytes_under_the_same_path(volume: Path, area: 
 _AS_ONE_USER = """
 import os, sys
 from pathlib import Path
-from mooring_agent.adapters.volume.pinning import Pinner
-from mooring_agent.adapters.volume.shared_volume import open_volume
+from keepstep_agent.adapters.volume.pinning import Pinner
+from keepstep_agent.adapters.volume.shared_volume import open_volume
 
 volume, group = Path(sys.argv[1]), int(sys.argv[2])
 os.setgroups([])

@@ -6,19 +6,19 @@ from pathlib import Path
 import pytest
 from tests.client.autoload.stage import HOOKED, HOOKS, Stage, write
 
-from mooring import autoload
+from keepstep import autoload
 
 
 @pytest.fixture
 def stage(tmp_path: Path) -> Stage:
     injected, frameworks = tmp_path / "injected", tmp_path / "frameworks"
-    shutil.copytree(autoload.path().parent, injected / "mooring" / "autoload")
+    shutil.copytree(autoload.path().parent, injected / "keepstep" / "autoload")
     shutil.copy(autoload.path() / "sitecustomize.py", injected)
-    write(injected / "mooring" / "__init__.py", "")
+    write(injected / "keepstep" / "__init__.py", "")
     for name in HOOKS:
         text = "def autoload(module):\n    print('hooked', module.__name__, module.DONE, flush=True)\n"
-        write(injected / "mooring" / name, text)
-        write((injected / "mooring" / name).parent / "__init__.py", "")
+        write(injected / "keepstep" / name, text)
+        write((injected / "keepstep" / name).parent / "__init__.py", "")
     for name in (*HOOKED, "torch.distributed.distributed_c10d"):
         folder = frameworks
         for part in name.split(".")[:-1]:

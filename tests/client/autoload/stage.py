@@ -1,4 +1,4 @@
-"""Real interpreters with Mooring as an injection brings it.
+"""Real interpreters with Keepstep as an injection brings it.
 
 Frameworks and integrations are stand-ins of a few lines here; tests/trainers runs the real ones.
 """
@@ -34,7 +34,7 @@ _TIMEOUT_SECONDS = 100.0
 def run(
     *arguments: str, path: tuple[Path, ...] = (), environment: Mapping[str, str] | None = None, python: str = ""
 ) -> "subprocess.CompletedProcess[str]":
-    variables = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "MOORING_"))}
+    variables = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "KEEPSTEP_"))}
     variables |= {"PYTHONPATH": os.pathsep.join(map(str, path)), "PYTHONDONTWRITEBYTECODE": "1"}
     return subprocess.run(
         [python or sys.executable, *arguments],
@@ -48,7 +48,7 @@ def run(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """Folders for PYTHONPATH: Mooring as an injection brings it, and the program's frameworks."""
+    """Folders for PYTHONPATH: Keepstep as an injection brings it, and the program's frameworks."""
 
     injected: Path
     frameworks: Path

@@ -1,4 +1,4 @@
-"""The names by which autoload and `mooring.protect` know the real frameworks, as they are installed here."""
+"""The names by which autoload and `keepstep.protect` know the real frameworks, as they are installed here."""
 
 import os
 import subprocess
@@ -7,7 +7,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from mooring import autoload
+from keepstep import autoload
 
 _TIMEOUT_SECONDS = 110.0
 CLASSES = {
@@ -36,7 +36,7 @@ def hooked() -> "subprocess.CompletedProcess[str]":
     installed = {module: names for module, names in CLASSES.items() if find_spec(module.partition(".")[0])}
     code = f"""if True:
         import importlib
-        from mooring.autoload.zero_code import TRAINERS
+        from keepstep.autoload.zero_code import TRAINERS
         for module, (name, _) in {installed}.items():
             one = getattr(importlib.import_module(module), name)
             hook = one.__init__.__globals__["__name__"]
@@ -52,9 +52,9 @@ def test_a_real_framework_is_hooked_and_its_trainer_known_without_a_warning(
     if find_spec(module.partition(".")[0]) is None:
         pytest.skip(f"{module.partition('.')[0]} is not installed")
     _, integration = CLASSES[module]
-    expected = f"framework {module} mooring.integrations.ownership {integration}"
+    expected = f"framework {module} keepstep.integrations.ownership {integration}"
     assert expected in hooked.stdout.splitlines(), hooked.stdout + hooked.stderr
-    assert "mooring:" not in hooked.stderr
+    assert "keepstep:" not in hooked.stderr
 
 
 def test_the_real_torch_is_hooked_without_a_warning() -> None:
@@ -64,8 +64,8 @@ def test_the_real_torch_is_hooked_without_a_warning() -> None:
         print(torch.utils.data._utils.worker._worker_loop.__module__)
         writer = sys.modules["torch.distributed.checkpoint._async_process_executor"]._AsyncCheckpointProcess
         print(writer._checkpointing_subprocess.__module__)
-        print("mooring.integrations.dcp" in sys.modules)
+        print("keepstep.integrations.dcp" in sys.modules)
     """
     got = imported(code)
-    assert got.stdout.split() == ["mooring.workers.worker_processes"] * 2 + ["True"], got.stderr
-    assert "mooring:" not in got.stderr
+    assert got.stdout.split() == ["keepstep.workers.worker_processes"] * 2 + ["True"], got.stderr
+    assert "keepstep:" not in got.stderr

@@ -1,4 +1,4 @@
-"""A sitecustomize that autoload's own one hides still runs, as it would without Mooring."""
+"""A sitecustomize that autoload's own one hides still runs, as it would without Keepstep."""
 
 import subprocess
 import sys
@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 from tests.client.autoload.stage import Stage, run, write
 
-from mooring import autoload
+from keepstep import autoload
 
 
 def test_its_own_switch_turns_it_off_and_the_hidden_sitecustomize_runs(stage: Stage, tmp_path: Path) -> None:
     write(tmp_path / "theirs" / "sitecustomize.py", "print('theirs')\n")
     staged = Stage(injected=stage.injected, frameworks=stage.frameworks, more=(tmp_path / "theirs",))
-    got = staged.run("import transformers.trainer", MOORING_AUTOLOAD="0")
+    got = staged.run("import transformers.trainer", KEEPSTEP_AUTOLOAD="0")
     assert (got.stdout, got.stderr) == ("theirs\n", "")
     assert staged.run("import transformers.trainer").stdout == "theirs\nhooked transformers.trainer done\n"
 

@@ -16,13 +16,13 @@ def test_each_framework_is_hooked_once_its_module_is_complete(stage: Stage, name
 def test_process_groups_are_hooked_for_lazy_restore_alone(stage: Stage, restore: str, hooked: bool) -> None:
     """Every process that imports torch imports that module."""
     name = "torch.distributed.distributed_c10d"
-    got = stage.run(f"import {name}, sys; print('mooring.integrations' in sys.modules)", MOORING_RESTORE=restore)
+    got = stage.run(f"import {name}, sys; print('keepstep.integrations' in sys.modules)", KEEPSTEP_RESTORE=restore)
     expected = f"hooked {name} done\nTrue\n" if hooked else "False\n"
     assert (got.stdout, got.stderr) == (expected, "")
 
 
 def test_the_finder_leaves_when_nothing_is_waited_for(stage: Stage) -> None:
-    count = "print(sum(type(finder).__module__.startswith('mooring.autoload.post') for finder in sys.meta_path))"
+    count = "print(sum(type(finder).__module__.startswith('keepstep.autoload.post') for finder in sys.meta_path))"
     got = stage.run(f"import sys\n{count}\nimport {', '.join(HOOKED)}\n{count}")
     assert got.stdout.splitlines()[0] == "1"
     assert got.stdout.splitlines()[-1] == "0"
@@ -77,7 +77,7 @@ def test_a_reloaded_module_stays_as_it_is(stage: Stage) -> None:
 def test_a_module_that_was_imported_before_is_hooked_at_once(stage: Stage) -> None:
     code = """if True:
         import transformers.trainer
-        from mooring.autoload.post_import import after_import
+        from keepstep.autoload.post_import import after_import
         after_import("transformers.trainer", "it is", lambda module: print("again", module.DONE))
         after_import("accelerate.accelerator", "it is", lambda module: print("both", module.DONE))
         import accelerate.accelerator

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tests.client.autoload.stage import Stage, run, write
 
-from mooring import autoload
+from keepstep import autoload
 
 
 def test_the_folder_for_pythonpath_holds_one_file() -> None:
@@ -27,7 +27,7 @@ def test_a_program_without_a_framework_gets_three_small_modules_and_no_package()
         "importlib.machinery",
         "warnings",
     }
-    ours = {"sitecustomize", "mooring.autoload.post_import", "_mooring_autoload.zero_code"}
+    ours = {"sitecustomize", "keepstep.autoload.post_import", "_keepstep_autoload.zero_code"}
     assert got.stderr == ""
     # Debian's Python has a sitecustomize of its own.
     assert set(got.stdout.split()) - of_python - (without - ours) == ours
@@ -47,20 +47,20 @@ def test_the_start_of_an_interpreter_costs_less_than_20_milliseconds() -> None:
 
 def test_an_integration_that_fails_costs_one_warning_and_nothing_else(stage: Stage) -> None:
     text = "def autoload(module):\n    raise AttributeError('no such\\nthing')\n"
-    write(stage.injected / "mooring" / "integrations" / "hugging_face.py", text)
+    write(stage.injected / "keepstep" / "integrations" / "hugging_face.py", text)
     got = stage.run("import transformers.trainer, accelerate.accelerator; print(transformers.trainer.DONE)")
     assert got.stdout == "hooked accelerate.accelerator done\ndone\n"
-    assert got.stderr == "mooring: transformers.Trainer is not protected: AttributeError: no such thing\n"
+    assert got.stderr == "keepstep: transformers.Trainer is not protected: AttributeError: no such thing\n"
     assert got.returncode == 0
 
 
 def test_a_client_that_cannot_be_imported_is_off_with_one_warning(stage: Stage) -> None:
-    write(stage.injected / "mooring" / "__init__.py", "import grpc_that_nobody_has\n")
+    write(stage.injected / "keepstep" / "__init__.py", "import grpc_that_nobody_has\n")
     got = stage.run("import transformers.trainer, accelerate.accelerator; print(transformers.trainer.DONE)")
     assert (got.stdout, got.returncode) == ("done\n", 0)
     assert got.stderr.count("\n") == 1
     assert got.stderr.startswith(
-        "mooring: autoload is off, the package mooring cannot be imported: ModuleNotFoundError"
+        "keepstep: autoload is off, the package keepstep cannot be imported: ModuleNotFoundError"
     )
 
 
@@ -68,27 +68,27 @@ def test_a_client_that_cannot_be_imported_is_off_with_one_warning(stage: Stage) 
 def test_a_damaged_autoload_is_off_with_one_warning_and_hides_nothing(
     stage: Stage, tmp_path: Path, damage: str
 ) -> None:
-    file = stage.injected / "mooring" / "autoload" / "zero_code.py"
+    file = stage.injected / "keepstep" / "autoload" / "zero_code.py"
     file.write_text(damage) if damage else file.unlink()
     write(tmp_path / "theirs" / "sitecustomize.py", "print('theirs')\n")
     staged = Stage(injected=stage.injected, frameworks=stage.frameworks, more=(tmp_path / "theirs",))
     got = staged.run("import transformers.trainer; print(transformers.trainer.DONE)")
     assert (got.stdout, got.returncode) == ("theirs\ndone\n", 0)
-    assert got.stderr.startswith("mooring: autoload is off: ")
+    assert got.stderr.startswith("keepstep: autoload is off: ")
     assert got.stderr.count("\n") == 1
 
 
 def test_an_autoload_of_another_version_leaves_the_package_its_own_table(stage: Stage) -> None:
-    file = stage.injected / "mooring" / "autoload" / "zero_code.py"
+    file = stage.injected / "keepstep" / "autoload" / "zero_code.py"
     file.write_text(file.read_text().replace("TRAINERS", "OTHER_NAME"))
     package = str(Path(autoload.__file__).parents[2])
-    got = stage.run(f"import sys; sys.path.insert(0, {package!r}); import mooring; print(mooring.protect)")
+    got = stage.run(f"import sys; sys.path.insert(0, {package!r}); import keepstep; print(keepstep.protect)")
     assert got.stdout.startswith("<function protect"), got.stderr
     assert got.returncode == 0
 
 
 def test_a_program_without_stderr_is_not_broken_by_a_warning(stage: Stage) -> None:
-    write(stage.injected / "mooring" / "__init__.py", "1 / 0\n")
+    write(stage.injected / "keepstep" / "__init__.py", "1 / 0\n")
     code = f"exec {sys.executable} -c 'import transformers.trainer; print(transformers.trainer.DONE)' 2>&-"
     environment = {**os.environ, "PYTHONPATH": f"{stage.injected}:{stage.frameworks}"}
     got = subprocess.run(["sh", "-c", code], env=environment, stdout=subprocess.PIPE, timeout=100, check=False)
@@ -132,19 +132,19 @@ def test_a_program_that_is_started_by_another_is_a_trainer(stage: Stage, tmp_pat
     assert (got.stdout, got.stderr, got.returncode) == ("hooked transformers.trainer done\n", "", 0)
 
 
-def test_an_interpreter_without_mooring_takes_it_from_beside_autoload_and_nothing_else(
+def test_an_interpreter_without_keepstep_takes_it_from_beside_autoload_and_nothing_else(
     stage: Stage, tmp_path: Path
 ) -> None:
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "bare")], check=True, timeout=100)
-    write(stage.injected / "mooring_api" / "__init__.py", "")
+    write(stage.injected / "keepstep_api" / "__init__.py", "")
     write(stage.injected / "another_package" / "__init__.py", "")
     code = """if True:
-        import importlib.util, transformers.trainer, mooring, mooring_api
-        print(mooring.__file__)
+        import importlib.util, transformers.trainer, keepstep, keepstep_api
+        print(keepstep.__file__)
         print(importlib.util.find_spec("another_package"))
     """
-    folder = stage.injected / "mooring" / "autoload" / "path"
+    folder = stage.injected / "keepstep" / "autoload" / "path"
     python = str(tmp_path / "bare" / "bin" / "python")
     got = run("-c", code, path=(folder, stage.frameworks), python=python)
-    expected = f"hooked transformers.trainer done\n{stage.injected / 'mooring' / '__init__.py'}\nNone\n"
+    expected = f"hooked transformers.trainer done\n{stage.injected / 'keepstep' / '__init__.py'}\nNone\n"
     assert (got.stdout, got.stderr) == (expected, "")

@@ -1,4 +1,4 @@
-"""Where autoload comes from: `mooring run --autoload`, and a volume that brings the client to another interpreter."""
+"""Where autoload comes from: `keepstep run --autoload`, and a volume that brings the client to another interpreter."""
 
 import os
 import subprocess
@@ -9,14 +9,14 @@ import google
 import grpc
 import pytest
 
-from mooring import autoload
+from keepstep import autoload
 
 _TIMEOUT_SECONDS = 100.0
 
 
 def run(tmp_path: Path, *options: str, **environment: str) -> "subprocess.CompletedProcess[str]":
-    code = "import os, sys; print(repr(os.environ.get('PYTHONPATH')), '_mooring_autoload.zero_code' in sys.modules)"
-    command = [sys.executable, "-m", "mooring_agent", "run", "--to", f"file://{tmp_path}/bucket"]
+    code = "import os, sys; print(repr(os.environ.get('PYTHONPATH')), '_keepstep_autoload.zero_code' in sys.modules)"
+    command = [sys.executable, "-m", "keepstep_agent", "run", "--to", f"file://{tmp_path}/bucket"]
     command += ["--watch=off", *options]
     (tmp_path / "bucket").mkdir(exist_ok=True)
     variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
@@ -50,7 +50,7 @@ def test_a_volume_brings_the_client_to_an_interpreter_that_has_none(tmp_path: Pa
     injected, needed, frameworks = tmp_path / "injected", tmp_path / "needed", tmp_path / "frameworks"
     (tmp_path / "bucket").mkdir()
     restore = ["restore", f"file://{tmp_path}/bucket", "--volume", tmp_path / "volume", "--autoload-to", injected]
-    subprocess.run([sys.executable, "-m", "mooring_agent", *map(str, restore)], check=True, timeout=_TIMEOUT_SECONDS)
+    subprocess.run([sys.executable, "-m", "keepstep_agent", *map(str, restore)], check=True, timeout=_TIMEOUT_SECONDS)
     needed.mkdir()
     packages = [Path(grpc.__path__[0]), Path(google.__path__[0])]
     for package in [*packages, *packages[0].parent.glob("typing_extensions.py")]:
@@ -60,8 +60,8 @@ def test_a_volume_brings_the_client_to_an_interpreter_that_has_none(tmp_path: Pa
     worker.write_text("def _worker_loop(): pass\n")
     code = """if True:
         import torch.utils.data._utils.worker as worker
-        import mooring
-        print(worker._worker_loop.__module__, mooring.__file__)
+        import keepstep
+        print(worker._worker_loop.__module__, keepstep.__file__)
     """
     python = str(tmp_path / "bare" / "bin" / "python")
     got = subprocess.run(
@@ -72,5 +72,5 @@ def test_a_volume_brings_the_client_to_an_interpreter_that_has_none(tmp_path: Pa
         timeout=_TIMEOUT_SECONDS,
         check=False,
     )
-    expected = f"mooring.workers.worker_processes {injected / 'mooring' / '__init__.py'}\n"
+    expected = f"keepstep.workers.worker_processes {injected / 'keepstep' / '__init__.py'}\n"
     assert (got.stdout, got.stderr) == (expected, "")

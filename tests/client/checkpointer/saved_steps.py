@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mooring import Checkpointer
+from keepstep import Checkpointer
 
 Make = Callable[..., Checkpointer]
 
@@ -25,4 +25,4 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def visible(directory: Path) -> list[str]:
-    return sorted(path.name for path in directory.iterdir() if path.name != ".mooring")
+    return sorted(path.name for path in directory.iterdir() if path.name != ".keepstep")

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from tests.client.checkpointer.saved_steps import Make, save, visible
 
-from mooring import Checkpointer, Kind
-from mooring.checkpoints.records import Record, RecordedFile, read_records, write_record
+from keepstep import Checkpointer, Kind
+from keepstep.checkpoints.records import Record, RecordedFile, read_records, write_record
 
 
 def save_half(checkpointer: Checkpointer, step: int) -> None:
@@ -50,7 +50,7 @@ def test_the_users_exception_goes_through_and_leaves_nothing(make: Make, directo
     with pytest.raises(KeyboardInterrupt):
         save_half(checkpointer, 2)
     assert visible(directory) == ["checkpoint-1"]
-    assert [record.step for record in read_records(directory / ".mooring/records")] == [1]
+    assert [record.step for record in read_records(directory / ".keepstep/records")] == [1]
 
 
 def test_a_save_is_due_every_so_many_steps_and_not_at_the_step_resumed_from(make: Make) -> None:
@@ -93,7 +93,7 @@ def test_the_record_of_a_directory_that_is_gone_is_forgotten(make: Make, directo
     (directory / "checkpoint-1" / "state").unlink()
     (directory / "checkpoint-1").rmdir()
     assert make().resume() is None
-    assert not list((directory / ".mooring/records").iterdir())
+    assert not list((directory / ".keepstep/records").iterdir())
 
 
 def test_two_complete_checkpoints_stay_while_nobody_else_has_them(make: Make, directory: Path) -> None:
@@ -117,7 +117,7 @@ def test_a_checkpoint_that_restore_brought_as_a_file_is_resumed_from_and_rotated
         files=(RecordedFile(path="", size_bytes=5),),
         committed=True,
     )
-    write_record(directory / ".mooring" / "records", record)
+    write_record(directory / ".keepstep" / "records", record)
     checkpointer = make(keep_local=1)
     assert checkpointer.resume() == restored
     for step in (6, 7):
@@ -194,7 +194,7 @@ def test_finish_returns_when_nothing_asked_to_stop(make: Make) -> None:
 
 def test_a_duration_saves_when_it_has_passed_and_not_before(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [1000.0]
-    monkeypatch.setattr("mooring.checkpointer.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("keepstep.checkpointer.time.monotonic", lambda: now[0])
     checkpointer = make()
     saved = []
     for step in range(1, 100):

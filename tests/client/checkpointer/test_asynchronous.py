@@ -11,12 +11,12 @@ import torch
 from tests.client.agent_server import AgentServer
 from tests.client.checkpointer.saved_steps import Make
 
-from mooring import Checkpointer, Kind
-from mooring.asynchronous_saves.background_writer import BackgroundWriter
-from mooring.asynchronous_saves.empty_file import EmptyFile
-from mooring.checkpoints.records import read_records
-from mooring_api import names
-from mooring_api.v1 import agent_pb2
+from keepstep import Checkpointer, Kind
+from keepstep.asynchronous_saves.background_writer import BackgroundWriter
+from keepstep.asynchronous_saves.empty_file import EmptyFile
+from keepstep.checkpoints.records import read_records
+from keepstep_api import names
+from keepstep_api.v1 import agent_pb2
 
 
 def saved(checkpointer: Checkpointer, step: int, weight: torch.Tensor, kind: Kind | None = None) -> Path:
@@ -63,7 +63,7 @@ def test_a_notice_after_the_copy_is_obeyed_when_the_checkpoint_is_there(make_che
         torch.save({"weight": torch.ones(10)}, directory / "state.pt")
         os.kill(os.getpid(), signal.SIGTERM)
     assert checkpointer.stopping
-    (record,) = read_records(directory.parents[1] / ".mooring" / "records")
+    (record,) = read_records(directory.parents[1] / ".keepstep" / "records")
     assert (record.step, record.kind) == (1, Kind.JUST_IN_TIME)
     with pytest.raises(SystemExit):
         checkpointer.finish()
@@ -128,7 +128,7 @@ def test_an_exception_in_the_block_leaves_nothing(make_checkpointer: Make) -> No
     with pytest.raises(KeyError):
         fail()
     checkpointer.finish()
-    assert [path.name for path in seen[0].parent.iterdir() if not path.name.startswith(".mooring")] == []
+    assert [path.name for path in seen[0].parent.iterdir() if not path.name.startswith(".keepstep")] == []
 
 
 @pytest.mark.parametrize(("value", "is_behind"), [("true", True), ("off", False), (None, True)])

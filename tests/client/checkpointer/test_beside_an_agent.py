@@ -8,8 +8,8 @@ import pytest
 from tests.client.agent_server import AgentServer, serving
 from tests.client.checkpointer.saved_steps import Make, local, save, warnings
 
-from mooring_api import names
-from mooring_api.v1 import agent_pb2
+from keepstep_api import names
+from keepstep_api.v1 import agent_pb2
 
 
 def test_the_agent_learns_of_the_process_and_of_every_checkpoint(
@@ -21,7 +21,7 @@ def test_the_agent_learns_of_the_process_and_of_every_checkpoint(
     (register,) = agent.requests("Register")
     assert register.holds_liveness_lock
     assert register.pid == os.getpid()
-    assert register.client.startswith("mooring-python/")
+    assert register.client.startswith("keepstep-python/")
     (begin,) = agent.requests("BeginSave")
     assert begin.step == 100
     (announce,) = agent.requests("AnnounceCheckpoint")

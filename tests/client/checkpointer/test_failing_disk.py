@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from tests.client.checkpointer.saved_steps import Make, save, visible
 
-import mooring.checkpoints.local_checkpoints
-import mooring.session
-from mooring.checkpoints.local_checkpoints import LocalCheckpoints
+import keepstep.checkpoints.local_checkpoints
+import keepstep.session
+from keepstep.checkpoints.local_checkpoints import LocalCheckpoints
 
 
 def test_a_failing_fsync_costs_the_checkpoint_and_not_the_training(
@@ -61,14 +61,14 @@ def test_whoever_cannot_have_a_checkpointer_keeps_sigterm(make: Make, monkeypatc
         raise ImportError("grpc was built for another Python")
 
     before = signal.getsignal(signal.SIGTERM)
-    monkeypatch.setattr(mooring.session, "Agent", broken)
+    monkeypatch.setattr(keepstep.session, "Agent", broken)
     with pytest.raises(ImportError):
         make()
     assert signal.getsignal(signal.SIGTERM) == before
 
 
 def test_a_published_checkpoint_that_is_taken_back_gives_its_name_to_the_one_before(directory: Path) -> None:
-    local = LocalCheckpoints(directory, directory / ".mooring/records", "nonce")
+    local = LocalCheckpoints(directory, directory / ".keepstep/records", "nonce")
     for content in ("first", "second"):
         (local.begin("checkpoint-1") / "state").write_text(content)
         local.publish("checkpoint-1")
@@ -101,7 +101,7 @@ def test_a_record_that_cannot_be_written_stops_the_rotation_alone(
     checkpointer = make()
     save(checkpointer, 1)
     save(checkpointer, 2)
-    monkeypatch.setattr(mooring.checkpoints.local_checkpoints, "write_record", _no_space)
+    monkeypatch.setattr(keepstep.checkpoints.local_checkpoints, "write_record", _no_space)
     save(checkpointer, 3)
     assert visible(directory) == ["checkpoint-1", "checkpoint-2", "checkpoint-3"]
     assert "not recorded" in caplog.text
@@ -113,7 +113,7 @@ def test_a_step_saved_again_without_a_record_leaves_the_recorded_one_to_resume_f
     checkpointer = make()
     save(checkpointer, 1)
     with monkeypatch.context() as patch:
-        patch.setattr(mooring.checkpoints.local_checkpoints, "write_record", _no_space)
+        patch.setattr(keepstep.checkpoints.local_checkpoints, "write_record", _no_space)
         for content in ("unrecorded", "unrecorded too"):
             with checkpointer.save(1) as path:
                 (path / "state").write_text(content)
@@ -141,5 +141,5 @@ def test_a_volume_that_cannot_be_read_at_the_first_save_raises_nothing_in_it(
         raise OSError(errno.EIO, "the volume is gone")
 
     checkpointer = make()
-    monkeypatch.setattr(mooring.checkpoints.local_checkpoints, "read_records", fail)
+    monkeypatch.setattr(keepstep.checkpoints.local_checkpoints, "read_records", fail)
     save(checkpointer, 1)

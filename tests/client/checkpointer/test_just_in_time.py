@@ -9,8 +9,8 @@ import pytest
 from tests.client.agent_server import AgentServer, serving
 from tests.client.checkpointer.saved_steps import Make, save, warnings
 
-from mooring_api import names, signal_file
-from mooring_api.v1 import agent_pb2
+from keepstep_api import names, signal_file
+from keepstep_api.v1 import agent_pb2
 
 
 def request_save(volume: Path, number: int, *, terminating: bool, seconds_left: float = 30.0) -> None:

@@ -17,15 +17,15 @@ from tests.client.agent_server import AgentServer, serving
 from tests.client.checkpointer.saved_steps import Make, local, save, warnings
 from tests.client.conftest import WAIT_SECONDS, set_deadlines
 
-import mooring.agent_client.client
-from mooring.agent_client import channel
-from mooring.agent_client.channel import ANNOUNCE_SECONDS, CALL_SECONDS
-from mooring.agent_client.client import RETRY_SECONDS
-from mooring.checkpoints.records import Kind, read_records
-from mooring.errors import AgentError
-from mooring.ranks.rank_store import Ranks
-from mooring_api import names
-from mooring_api.v1 import agent_pb2
+import keepstep.agent_client.client
+from keepstep.agent_client import channel
+from keepstep.agent_client.channel import ANNOUNCE_SECONDS, CALL_SECONDS
+from keepstep.agent_client.client import RETRY_SECONDS
+from keepstep.checkpoints.records import Kind, read_records
+from keepstep.errors import AgentError
+from keepstep.ranks.rank_store import Ranks
+from keepstep_api import names
+from keepstep_api.v1 import agent_pb2
 
 
 @pytest.fixture
@@ -83,7 +83,7 @@ def test_an_agent_that_comes_later_gets_to_know_the_process_and_the_last_checkpo
 
 def test_a_rank_that_only_announces_makes_itself_known_to_an_agent_that_came_back(volume: Path) -> None:
     socket, ranks = volume / names.STATE_DIRECTORY / names.SOCKET, Ranks(rank=1, world_size=2, pod=(0, 1))
-    client = mooring.agent_client.client.Agent(socket, ranks=ranks, holds_liveness_lock=True)
+    client = keepstep.agent_client.client.Agent(socket, ranks=ranks, holds_liveness_lock=True)
     with serving(socket, AgentServer()) as agent:
         for step in (1, 2):
             assert client.announce(
@@ -104,7 +104,7 @@ def test_a_checkpoint_that_was_not_announced_is_announced_at_a_step_when_the_age
     make_checkpointer: Make, volume: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpointer = make_checkpointer()
-    monkeypatch.setattr(mooring.agent_client.client, "RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(keepstep.agent_client.client, "RETRY_SECONDS", 0.0)
     save(checkpointer, 1)
     save(checkpointer, 2)
     with serving(volume / names.STATE_DIRECTORY / names.SOCKET, AgentServer()) as agent:
@@ -114,7 +114,7 @@ def test_a_checkpoint_that_was_not_announced_is_announced_at_a_step_when_the_age
         checkpointer.finish()
         assert len(agent.calls) == 2
     assert announce.step == 2
-    assert [record.announced for record in read_records(volume / ".mooring/records")] == [True, False]
+    assert [record.announced for record in read_records(volume / ".keepstep/records")] == [True, False]
 
 
 def test_steps_wait_for_an_agent_that_hangs_once_in_a_back_off_period(
@@ -145,7 +145,7 @@ def test_steps_wait_for_an_agent_that_hangs_once_in_a_back_off_period(
 def test_what_the_agent_refused_is_not_announced_at_steps_or_beside_later_saves(
     agent: AgentServer, make_checkpointer: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mooring.agent_client.client, "RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(keepstep.agent_client.client, "RETRY_SECONDS", 0.0)
     checkpointer = make_checkpointer()
     agent.refuse_with = grpc.StatusCode.INVALID_ARGUMENT
     save(checkpointer, 1)

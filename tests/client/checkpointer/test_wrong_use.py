@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tests.client.checkpointer.saved_steps import Make, save, visible
 
-from mooring import UsageError
+from keepstep import UsageError
 
 
 @pytest.mark.parametrize(("step", "kind"), [(-1, None), (1, "finale")])

@@ -103,7 +103,7 @@ def job(
                 "LOCAL_WORLD_SIZE": str(local_world_size),
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": str(port),
-                "MOORING_VOLUME": str(volume),
+                "KEEPSTEP_VOLUME": str(volume),
                 "OUTPUT": str(volume / "out"),
                 "GLOO_SOCKET_IFNAME": "lo",
             }

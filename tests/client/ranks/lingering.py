@@ -15,9 +15,9 @@ from collections.abc import Iterator
 
 import torch.distributed as distributed
 
-import mooring
-from mooring.framework_run import FrameworkRun
-from mooring.gate import Action
+import keepstep
+from keepstep.framework_run import FrameworkRun
+from keepstep.gate import Action
 
 RANK = int(os.environ["RANK"])
 WAIT_SECONDS = "90"
@@ -38,7 +38,7 @@ def steps() -> Iterator[int]:
 
 
 def checkpointer() -> None:
-    saver = mooring.Checkpointer()
+    saver = keepstep.Checkpointer()
     for step in steps():
         if saver.should_save(step, every=0):
             with saver.save(step) as directory:

@@ -19,17 +19,17 @@ import torch
 import torch.distributed as distributed
 from tests.harness.agent_process import wait_until
 
-import mooring
-from mooring import checkpoint_writer
-from mooring.agent_client import channel
-from mooring.asynchronous_saves.background_writer import BackgroundWriter
-from mooring.asynchronous_saves.empty_file import EmptyFile
-from mooring.checkpoints.local_checkpoints import LocalCheckpoints
-from mooring.checkpoints.records import Kind, RecordedFile
-from mooring.framework_run import FrameworkRun
-from mooring.gate import Action
-from mooring.ranks import coordinator, rendezvous
-from mooring.session import Session
+import keepstep
+from keepstep import checkpoint_writer
+from keepstep.agent_client import channel
+from keepstep.asynchronous_saves.background_writer import BackgroundWriter
+from keepstep.asynchronous_saves.empty_file import EmptyFile
+from keepstep.checkpoints.local_checkpoints import LocalCheckpoints
+from keepstep.checkpoints.records import Kind, RecordedFile
+from keepstep.framework_run import FrameworkRun
+from keepstep.gate import Action
+from keepstep.ranks import coordinator, rendezvous
+from keepstep.session import Session
 
 RANK = int(os.environ["RANK"])
 
@@ -55,7 +55,7 @@ def steps(begin: int = 0) -> int:
 
 def checkpointer() -> None:
     """A plain loop in which every rank writes a file."""
-    saver = mooring.Checkpointer()
+    saver = keepstep.Checkpointer()
     path = saver.resume()
     step = int((path / f"rank-{RANK}").read_text()) if path else 0
     say(f"begin {step}")
@@ -85,20 +85,20 @@ def checkpointer_that_a_rank_is_late_to_resume() -> None:
     """Rank 1 has come, and resumes when the test says so."""
     coordinator.PATIENCE_SECONDS = 1.0  # type: ignore[misc]
     coordinator.StoreCoordinator.agree.__kwdefaults__["seconds"] = 1.0  # type: ignore[index]
-    saver = mooring.Checkpointer()
+    saver = keepstep.Checkpointer()
     assert saver._session.context().coordinator.ranks.world_size == distributed.get_world_size()
     if RANK == 1:
         sys.stdin.readline()
     try:
         saver.resume()
-    except mooring.MooringError as error:
+    except keepstep.KeepstepError as error:
         say(f"{type(error).__name__}: {error}")
     saver.close()
 
 
 def asynchronous_checkpointer_with_a_slow_rank() -> None:
     """Rank 1 writes its second checkpoint when all have decided about it, before the just-in-time save."""
-    saver = mooring.Checkpointer(asynchronous=True, keep_local=3)
+    saver = keepstep.Checkpointer(asynchronous=True, keep_local=3)
     decided = threading.Event()
     make_time, find = Session.make_time, EmptyFile.find
 
@@ -129,7 +129,7 @@ def asynchronous_checkpointer_with_a_slow_rank() -> None:
 
 def rank_0_alone() -> None:
     """As Horovod's users save: rank 0 writes, and no other rank has anything of ours."""
-    saver = mooring.Checkpointer(rank0_only=True) if RANK == 0 else None
+    saver = keepstep.Checkpointer(rank0_only=True) if RANK == 0 else None
     step = 0
     while step < 3:
         step = steps(step)
@@ -203,7 +203,7 @@ def framework_with_a_slow_rank() -> None:
     """Rank 1 has its part when the test says so."""
     run = FrameworkRun.current()
     assert run.newest() is None
-    directory = Path(os.environ["MOORING_VOLUME"]) / "checkpoints" / "checkpoint-1"
+    directory = Path(os.environ["KEEPSTEP_VOLUME"]) / "checkpoints" / "checkpoint-1"
     if RANK == 0:
         directory.mkdir(parents=True)
         write_dcp(directory, 0)
@@ -261,11 +261,11 @@ def program_that_closes_nothing() -> None:
     """It just ends, as one does by an exception of its own."""
 
     def tell() -> None:
-        say(f"gates {[thread.name for thread in threading.enumerate()].count('mooring-gate')}")
+        say(f"gates {[thread.name for thread in threading.enumerate()].count('keepstep-gate')}")
 
     # What is registered first comes last, after all that is made below.
     atexit.register(tell)
-    saver = mooring.Checkpointer()
+    saver = keepstep.Checkpointer()
     assert saver.resume() is None
     tell()
     raise SystemExit(3)
@@ -273,7 +273,7 @@ def program_that_closes_nothing() -> None:
 
 def checkpointer_with_a_slow_pod() -> None:
     """Rank 1 has made its part durable when the test says so."""
-    saver = mooring.Checkpointer()
+    saver = keepstep.Checkpointer()
     assert saver.resume() is None
     if RANK == 1:
         publish = LocalCheckpoints.publish

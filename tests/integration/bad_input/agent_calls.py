@@ -11,7 +11,7 @@ from grpc_status import rpc_status
 from tests.harness.agent_process import AgentProcess, write_checkpoint
 from tests.servers.server import Bucket
 
-from mooring_api.names import ERROR_DOMAIN
+from keepstep_api.names import ERROR_DOMAIN
 
 MIB = 1024 * 1024
 SIZES = {"model.safetensors": 300_000, "config.json": 200}

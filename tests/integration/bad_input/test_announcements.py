@@ -16,7 +16,7 @@ from tests.integration.bad_input.agent_calls import MIB, SIZES, good_checkpoint,
 from tests.servers.fault_proxy import FaultProxy
 from tests.servers.server import Bucket
 
-from mooring_api.v1 import agent_pb2
+from keepstep_api.v1 import agent_pb2
 
 
 def outside(agent: AgentProcess) -> dict[str, Any]:

@@ -13,9 +13,9 @@ from tests.integration.bad_input.agent_calls import MIB, good_checkpoint, make_a
 from tests.servers.fault_proxy import FaultProxy
 from tests.servers.server import Bucket
 
-from mooring_agent.adapters.journal import SqliteJournal
-from mooring_agent.adapters.volume.disk import Reserve
-from mooring_api.names import AGENT_STATE_DIRECTORY, JOURNAL, STATE_DIRECTORY
+from keepstep_agent.adapters.journal import SqliteJournal
+from keepstep_agent.adapters.volume.disk import Reserve
+from keepstep_api.names import AGENT_STATE_DIRECTORY, JOURNAL, STATE_DIRECTORY
 
 
 @pytest.mark.root
@@ -41,7 +41,7 @@ def test_a_full_volume_refuses_an_announcement_and_takes_it_once_there_is_room(
         directory = good_checkpoint(agent)
         filler = volume / "filler"
         # Without what is set aside for a last save, see test_full_volume.
-        (volume / ".mooring" / "reserve").unlink()
+        (volume / ".keepstep" / "reserve").unlink()
         fill(filler)
         code, reason, hint = refusal(lambda: agent.announce(directory, 7))
         assert (code, reason) == ("RESOURCE_EXHAUSTED", "VOLUME_UNUSABLE")

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-import mooring.gate.signal_file
-from mooring.integrations import ownership
-from mooring.integrations.hugging_face import protection
-from mooring_api import names
+import keepstep.gate.signal_file
+from keepstep.integrations import ownership
+from keepstep.integrations.hugging_face import protection
+from keepstep_api import names
 
 
 @pytest.fixture(autouse=True)
@@ -18,7 +18,7 @@ def _process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     for name in (names.ENV_CHECKPOINT_DIRECTORY, names.ENV_SOCKET, names.ENV_ATTEMPT, "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv(names.ENV_VOLUME, str(tmp_path / "v"))
-    monkeypatch.setattr(mooring.gate.signal_file, "_LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(keepstep.gate.signal_file, "_LOOK_SECONDS", 0.0)
     monkeypatch.setattr(ownership, "_outermost", None)
     monkeypatch.setattr(protection.Protection, "_trained", False)
     before = signal.getsignal(signal.SIGTERM)

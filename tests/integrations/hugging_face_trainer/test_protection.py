@@ -8,10 +8,10 @@ import pytest
 from tests.client.agent_server import AgentServer
 from tests.integrations.hugging_face_trainer.training import FINAL, STEPS, At, announced, logged, make, train
 
-from mooring import private_members, protect
-from mooring.integrations import hugging_face
-from mooring.integrations.hugging_face import protection
-from mooring_api import names
+from keepstep import private_members, protect
+from keepstep.integrations import hugging_face
+from keepstep.integrations.hugging_face import protection
+from keepstep_api import names
 
 transformers = pytest.importorskip("transformers")
 
@@ -30,7 +30,7 @@ def test_a_second_training_is_neither_resumed_nor_announced(
     train(second)
     assert [step for step, *_ in logged(second, "loss")] == [1, 2, 3, 4]
     assert announced(agent) == [(4, FINAL)]
-    assert "mooring: this training is not protected" in capfd.readouterr().err
+    assert "keepstep: this training is not protected" in capfd.readouterr().err
 
 
 def test_evaluation_and_prediction_outside_of_training_leave_sigterm_alone(volume: Path) -> None:

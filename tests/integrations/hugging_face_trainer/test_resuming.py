@@ -21,8 +21,8 @@ from tests.integrations.hugging_face_trainer.training import (
     weights,
 )
 
-from mooring.checkpoints.records import read_records, write_record
-from mooring_api import names
+from keepstep.checkpoints.records import read_records, write_record
+from keepstep_api import names
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # theirs
@@ -32,7 +32,7 @@ pytestmark = [
 
 def test_what_restore_fetched_is_resumed_from_wherever_the_trainer_saves(volume: Path) -> None:
     stop(make(volume / "checkpoints" / "run", At("on_step_end", 3, terminate)))
-    # As after `mooring restore` on an empty disk.
+    # As after `keepstep restore` on an empty disk.
     records = volume / names.STATE_DIRECTORY / names.RECORDS_DIRECTORY
     record = read_records(records)[0]
     write_record(records, replace(record, directory=None, committed=True))

@@ -22,8 +22,8 @@ from tests.integrations.hugging_face_trainer.training import (
     train,
 )
 
-from mooring.checkpoints.records import read_records
-from mooring_api import names, signal_file
+from keepstep.checkpoints.records import read_records
+from keepstep_api import names, signal_file
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # theirs
@@ -111,7 +111,7 @@ def test_an_operator_has_it_save_and_go_on(agent: AgentServer, volume: Path) -> 
 def test_its_own_just_in_time_saving_is_replaced(
     agent: AgentServer, volume: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, "mooring")
+    caplog.set_level(logging.INFO, "keepstep")
     stop(make(volume / "checkpoints", At("on_step_end", 3, terminate), enable_jit_checkpoint=True))
     assert announced(agent) == [(3, JUST_IN_TIME)]
     assert sum("enable_jit_checkpoint is replaced" in message for message in caplog.messages) == 1

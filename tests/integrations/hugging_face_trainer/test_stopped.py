@@ -36,7 +36,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
-    """A Trainer with these arguments that was never stopped, and has no Mooring."""
+    """A Trainer with these arguments that was never stopped, and has no Keepstep."""
     trained: dict[str, Any] = {}
 
     def train_once(**arguments: Any) -> Any:

@@ -11,9 +11,9 @@ from packaging.version import Version
 from tests.client.agent_server import AgentServer
 from tests.integrations.conftest import leaving
 
-from mooring import protect
-from mooring.integrations.hugging_face import protection
-from mooring_api.v1 import agent_pb2
+from keepstep import protect
+from keepstep.integrations.hugging_face import protection
+from keepstep_api.v1 import agent_pb2
 
 transformers = pytest.importorskip("transformers")
 torch = pytest.importorskip("torch")

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-import mooring.gate.signal_file
-from mooring.integrations import lightning as integration
-from mooring.integrations import ownership
-from mooring_api import names
+import keepstep.gate.signal_file
+from keepstep.integrations import lightning as integration
+from keepstep.integrations import ownership
+from keepstep_api import names
 
 
 @pytest.fixture(autouse=True)
@@ -20,7 +20,7 @@ def _process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     monkeypatch.setenv(names.ENV_VOLUME, str(tmp_path / "v"))
-    monkeypatch.setattr(mooring.gate.signal_file, "_LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(keepstep.gate.signal_file, "_LOOK_SECONDS", 0.0)
     monkeypatch.setattr(ownership, "_outermost", None)
     monkeypatch.setattr(integration, "_begun", False)
     before = signal.getsignal(signal.SIGTERM)

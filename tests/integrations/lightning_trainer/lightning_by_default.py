@@ -5,8 +5,8 @@ import os
 import lightning.pytorch as pl
 import torch
 
-import mooring
-from mooring.framework_run import FrameworkRun
+import keepstep
+from keepstep.framework_run import FrameworkRun
 
 
 class Model(pl.LightningModule):  # type: ignore[misc]
@@ -29,5 +29,5 @@ class Model(pl.LightningModule):  # type: ignore[misc]
 
 os.chdir(os.environ["WORK"])
 data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(5, 4)), batch_size=1)
-trainer = mooring.protect(pl.Trainer(accelerator="cpu", devices=1, max_epochs=3, enable_progress_bar=False))
+trainer = keepstep.protect(pl.Trainer(accelerator="cpu", devices=1, max_epochs=3, enable_progress_bar=False))
 trainer.fit(Model(), data)

@@ -13,9 +13,9 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-import mooring
-from mooring.ranks import rendezvous
-from mooring_api import names
+import keepstep
+from keepstep.ranks import rendezvous
+from keepstep_api import names
 
 MEET_SECONDS = 5.0
 """How long rank 0 waits for the one that does not come."""
@@ -58,7 +58,7 @@ def main() -> None:
         os.environ.pop(names.ENV_CHECKPOINT_DIRECTORY)
     rendezvous.rendezvous.__kwdefaults__["seconds"] = MEET_SECONDS  # type: ignore[index]
     protected = trainer(directory, 3)
-    mooring.protect(protected)
+    keepstep.protect(protected)
     protected.fit(Model(), data, ckpt_path=directory / "step=1.ckpt")
     print(f"done {rank} {protected.global_step}", flush=True)
 

@@ -27,8 +27,8 @@ from tests.integrations.lightning_trainer.training import (
 )
 from tests.servers.server import Bucket
 
-from mooring import protect
-from mooring_api import names
+from keepstep import protect
+from keepstep_api import names
 
 torch = pytest.importorskip("torch")
 
@@ -67,7 +67,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_program_that_names_no_directory_has_its_checkpoints_stored(
     agent: AgentServer, volume: Path, elsewhere: Path, caplog: pytest.LogCaptureFixture, logger: bool
 ) -> None:
-    with caplog.at_level(logging.INFO, logger="mooring"):
+    with caplog.at_level(logging.INFO, logger="keepstep"):
         fit(make_by_default(logger=logger))
     assert [path.name for path in (volume / "checkpoints").iterdir()] == ["epoch=0-step=10.ckpt"]
     assert announced(agent) == [(EPOCH, FINAL)]

@@ -11,9 +11,9 @@ from tests.client.agent_server import AgentServer
 from tests.integrations.lightning_trainer.training import FINAL, At, Model, announced, fit, make, steps
 from tests.torch_loop.torchrun import torchrun
 
-from mooring import protect
-from mooring.integrations import lightning as integration
-from mooring_api import names
+from keepstep import protect
+from keepstep.integrations import lightning as integration
+from keepstep_api import names
 
 torch = pytest.importorskip("torch")
 
@@ -40,7 +40,7 @@ def test_a_second_training_is_neither_resumed_nor_announced(
     integration._begun = True
     assert steps(fit(second)) == [1, 2, 3, 4]
     assert announced(agent) == [(4, FINAL)]
-    assert "mooring: this training is not protected" in capfd.readouterr().err
+    assert "keepstep: this training is not protected" in capfd.readouterr().err
 
 
 def test_a_tuners_trial_is_not_the_training(agent: AgentServer, volume: Path, tmp_path: Path) -> None:
@@ -92,14 +92,14 @@ def test_every_trainer_is_protected_without_a_line_of_code(
     integration.autoload(module)
     trainer = module.Trainer(enable_checkpointing=False, logger=False, accelerator="cpu")
     # Also in a program that says it.
-    assert sum("MooringProtection" in type(callback).__name__ for callback in protect(trainer).callbacks) == 1
+    assert sum("KeepstepProtection" in type(callback).__name__ for callback in protect(trainer).callbacks) == 1
 
 
 def test_a_trainer_can_still_be_copied_and_sent_to_another_process(volume: Path) -> None:
     trainer = protect(make(volume / "checkpoints"))
     for other in (copy.deepcopy(trainer), pickle.loads(pickle.dumps(trainer))):
         assert other.callbacks[-1] is not trainer.callbacks[-1]
-        assert type(other.callbacks[-1]).__name__ == "MooringProtection"
+        assert type(other.callbacks[-1]).__name__ == "KeepstepProtection"
 
 
 def test_a_version_that_is_too_different_trains_unprotected(

@@ -1,4 +1,4 @@
-"""Which checkpoints are claimed, recorded and announced, and what a save of Mooring's own costs."""
+"""Which checkpoints are claimed, recorded and announced, and what a save of Keepstep's own costs."""
 
 import threading
 from pathlib import Path
@@ -21,9 +21,9 @@ from tests.integrations.lightning_trainer.training import (
     steps,
 )
 
-from mooring.asynchronous_saves.empty_file import EmptyFile
-from mooring.checkpoints.records import read_records
-from mooring_api import names, signal_file
+from keepstep.asynchronous_saves.empty_file import EmptyFile
+from keepstep.checkpoints.records import read_records
+from keepstep_api import names, signal_file
 
 torch = pytest.importorskip("torch")
 
@@ -117,7 +117,7 @@ def test_an_operator_has_it_save_and_go_on(agent: AgentServer, volume: Path) -> 
 
     fit(make(volume / "checkpoints", *(At("on_train_batch_end", step, request_save) for step in (3, 7)), max_steps=8))
     assert announced(agent) == [(3, PERIODIC), (4, PERIODIC), (7, PERIODIC), (8, FINAL)]
-    assert [path.name for path in (volume / "checkpoints").glob("mooring-*")] == ["mooring-step=7.ckpt"]
+    assert [path.name for path in (volume / "checkpoints").glob("keepstep-*")] == ["keepstep-step=7.ckpt"]
 
 
 def test_a_save_of_ours_that_fails_costs_only_itself(agent: AgentServer, volume: Path) -> None:
@@ -133,7 +133,7 @@ def test_a_save_of_ours_that_fails_costs_only_itself(agent: AgentServer, volume:
     write = trainer.strategy.save_checkpoint
 
     def write_unless_ours(checkpoint: Any, path: Any, **arguments: Any) -> None:
-        if "mooring" in Path(path).name:
+        if "keepstep" in Path(path).name:
             raise OSError("no space left on device")
         write(checkpoint, path, **arguments)
 

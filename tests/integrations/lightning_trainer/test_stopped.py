@@ -33,7 +33,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Model]:
-    """A training with these arguments that was never stopped, and has no Mooring."""
+    """A training with these arguments that was never stopped, and has no Keepstep."""
     trained: dict[str, Model] = {}
 
     def train_once(**arguments: Any) -> Model:
@@ -130,7 +130,7 @@ def test_stopped_twice_in_one_validation_it_still_runs_all_of_it(
         stopped = stop(make(output, At("on_validation_batch_end", 5, terminate, after=batch)), plateau=True)
         computed += stopped.computed
         # Of our own there is one.
-        assert len(list(output.glob("mooring-*"))) == 1
+        assert len(list(output.glob("keepstep-*"))) == 1
     assert announced(agent)[1:] == [(5, JUST_IN_TIME)] * 3
     assert computed + fit(make(output), plateau=True).computed == undisturbed().computed
 

@@ -1,0 +1,169 @@
+"""Opens and lists the output directories: the directories that a program writes to, and that snapshots are taken of.
+
+A path in a snapshot begins with the last name of its directory. A directory below the volume is opened from the volume,
+name by name and never through a link, because the trainer may have put one there. Others are the operator's own, as
+under `keepstep run`.
+"""
+
+import os
+import stat
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+from keepstep_agent.adapters.output.file_formats import Proof, prove
+from keepstep_agent.adapters.volume.shared_volume import Folder, fingerprint, open_volume, path_in
+from keepstep_agent.core.limits import FILES_PER_RANK
+from keepstep_agent.core.mirror.output_scan import OutputScan
+from keepstep_agent.core.model import Fingerprint
+from keepstep_api.names import STATE_DIRECTORY, TEMPORARY_PREFIXES
+
+PARTIAL: Final = f"{STATE_DIRECTORY}-partial"
+"""What has this name in an output directory gets another one in a moment; after a crash of restore it is garbage."""
+_PROBE: Final = "time-of-reads"
+_BROKEN: Final = "its format shows that it is not complete"
+
+
+class OutputDirectories:
+    """The output directories of one volume. Methods block."""
+
+    def __init__(self, volume: Path, directories: Sequence[str]) -> None:
+        self._volume = volume
+        self._directories = {Path(directory).name: Path(directory) for directory in directories}
+
+    @property
+    def directories(self) -> Mapping[str, Path]:
+        """The directories by their last name."""
+        return self._directories
+
+    def folder(self, path: str) -> Folder:
+        """Open a folder by its path in a snapshot. Raises OSError; KeyError if no directory has its first name."""
+        label, _, below = path.partition("/")
+        directory = self._directories[label]
+        if directory.is_relative_to(self._volume):
+            root, found = self._volume, f"{path_in(self._volume, directory)}/{below}".strip("/")
+        else:
+            root, found = directory, below
+        with open_volume(root) as opened:
+            return opened.folder(found)
+
+    def scan(self, left_out: Collection[str], before: Mapping[str, Fingerprint]) -> OutputScan:
+        """Look at everything but `left_out`, which are paths of files and folders. Missing directories are empty.
+
+        `before` are the fingerprints of an earlier look: equal ones are used again, which saves memory.
+        """
+        files: dict[str, Fingerprint] = {}
+        links: dict[str, str] = {}
+        problems: dict[str, str] = {}
+        missing = False
+        for label in self._directories:
+            if label in left_out:
+                continue
+            try:
+                with self.folder(label) as top:
+                    _scan(top, f"{label}/", left_out, before, files, links, problems)
+            except FileNotFoundError:
+                missing = True
+            except OSError as error:
+                problems[label] = f"it cannot be read: {error.strerror}"
+        return OutputScan(files=files, links=links, problems=problems, missing=missing)
+
+    def unread(self, paths: Collection[str]) -> bool:
+        """Whether all these files are there, and none was read since restore gave it one time for reads and writes.
+
+        False where the filesystem does not keep the time of reads.
+        """
+        if not paths or not self._keeps_times_of_reads():
+            return False
+        for path in paths:
+            above, _, name = path.rpartition("/")
+            try:
+                with self.folder(above) as folder:
+                    status = folder.status(name)
+            except OSError:
+                # It has been deleted, perhaps after it was read.
+                return False
+            if status.st_atime_ns != status.st_mtime_ns:
+                return False
+        return True
+
+    def _keeps_times_of_reads(self) -> bool:
+        try:
+            with open_volume(self._volume) as root, root.folder(STATE_DIRECTORY) as folder:
+                folder.write_durably(_PROBE, b"read me")
+                os.utime(_PROBE, ns=(1, 1), dir_fd=folder.descriptor)
+                folder.read(_PROBE, len(b"read me"))
+                found = folder.status(_PROBE).st_atime_ns
+                folder.unlink(_PROBE)
+        except OSError:
+            return False
+        return found != 1
+
+    def examine(self, paths: Collection[str]) -> tuple[dict[str, str], frozenset[str]]:
+        """Return which files are not whole, with the reason, and which are, as far as their formats show that."""
+        broken: dict[str, str] = {}
+        whole = set()
+        for path in paths:
+            above, _, name = path.rpartition("/")
+            try:
+                with self.folder(above) as folder, os.fdopen(folder.open_file(name), "rb") as file:
+                    proof = prove(file, name, os.fstat(file.fileno()).st_size)
+            except OSError as error:
+                broken[path] = f"it cannot be read: {error.strerror}"
+                continue
+            if proof is Proof.BROKEN:
+                broken[path] = _BROKEN
+            elif proof is Proof.WHOLE:
+                whole.add(path)
+        return broken, frozenset(whole)
+
+
+def _is_keepsteps_own(path: str) -> bool:
+    """Whether a folder is Keepstep's own, or below one: its state, or what a Checkpointer has not finished."""
+    return any(name == STATE_DIRECTORY or name.startswith(TEMPORARY_PREFIXES) for name in path.split("/"))
+
+
+def _scan(
+    folder: Folder,
+    prefix: str,
+    left_out: Collection[str],
+    before: Mapping[str, Fingerprint],
+    files: dict[str, Fingerprint],
+    links: dict[str, str],
+    problems: dict[str, str],
+) -> None:
+    skipped = tuple(f"{path}/" for path in left_out)
+
+    def unreadable(where: str, error: OSError) -> None:
+        if not isinstance(error, FileNotFoundError):
+            problems[f"{prefix}{where}".rstrip("/")] = f"it cannot be read: {error.strerror}"
+
+    for below, opened, entries in folder.walk(unreadable):
+        here = prefix + below
+        if _is_keepsteps_own(below) or (skipped and here.startswith(skipped)):
+            continue
+        for entry in entries:
+            path = here + entry.name
+            if path in left_out or entry.name == PARTIAL or entry.is_dir(follow_symlinks=False):
+                continue
+            try:
+                status = entry.stat(follow_symlinks=False)
+                if stat.S_ISLNK(status.st_mode):
+                    links[path] = opened.read_link(entry.name)
+                    continue
+            except OSError:
+                # It has just been removed.
+                continue
+            if not stat.S_ISREG(status.st_mode):
+                continue
+            if len(files) == FILES_PER_RANK:
+                problems[prefix.rstrip("/")] = f"it has more than {FILES_PER_RANK:,} files: the others are not stored"
+                return
+            known = before.get(path)
+            if known is None or (known.size_bytes, known.mtime_ns, known.inode) != (
+                status.st_size,
+                status.st_mtime_ns,
+                status.st_ino,
+            ):
+                known = fingerprint(status)
+            files[path] = known

@@ -1,0 +1,94 @@
+"""Makes the folders that trainer and agent both write into, and Keepstep's own folder `.keepstep`.
+
+Every user who may write the volume may write the shared folders. Either process may make them first, and the usual
+umask would keep out a trainer of another user, although kubelet made the volume for every user of the pod. No folder
+gets wider permissions than the volume, and no folder of another process is changed. `.keepstep` itself is not shared:
+only its owner may replace what else is in it, above all the socket.
+"""
+
+import contextlib
+import os
+import stat
+from pathlib import Path
+from typing import Final
+
+from keepstep_agent.adapters.volume.shared_volume import Folder, open_volume, path_in
+from keepstep_agent.core.errors import ErrorKind, VolumeError
+from keepstep_api.names import RANKS_DIRECTORY, RECORDS_DIRECTORY, SAVING_DIRECTORY, STATE_DIRECTORY
+
+_OTHERS_WRITE: Final = 0o022
+_OWN_MODE: Final = 0o755
+_SHARED_BITS: Final = 0o077
+
+
+def make_own_folder(root: Folder) -> Folder:
+    """Make `.keepstep`, writable by its owner only. Narrows a mode left by an earlier version or a wide umask."""
+    folder = root.make_folder(STATE_DIRECTORY, _OWN_MODE)
+    status = os.fstat(folder.descriptor)
+    if status.st_uid == os.geteuid() and status.st_mode & _OTHERS_WRITE:
+        # Some filesystems have one mode for all files.
+        with contextlib.suppress(OSError):
+            os.fchmod(folder.descriptor, stat.S_IMODE(status.st_mode) & ~_OTHERS_WRITE)
+    return folder
+
+
+def make_shared_folders(volume: Path, checkpoint_directory: Path) -> None:
+    """Make the missing folders. Blocks. Raises nothing: the code that needs a folder reports what is wrong with it."""
+    shared = [f"{STATE_DIRECTORY}/{name}" for name in (RECORDS_DIRECTORY, RANKS_DIRECTORY, SAVING_DIRECTORY)]
+    if checkpoint_directory.is_relative_to(volume):
+        names = path_in(volume, checkpoint_directory).split("/")
+        shared += ["/".join(names[:depth]) for depth in range(1, len(names) + 1) if names[0]]
+    with contextlib.suppress(OSError), open_volume(volume) as root:
+        mode = os.fstat(root.descriptor).st_mode
+        make_own_folder(root).close()
+        for path in shared:
+            if not root.exists(path):
+                with root.make_folder(path) as folder:
+                    _share(folder, mode)
+
+
+def make_state_directory(volume: Path, state_directory: Path) -> None:
+    """Make the directory where agent and restore keep their trusted state. Raises VolumeError."""
+    try:
+        volume.mkdir(parents=True, exist_ok=True)
+        if state_directory.is_relative_to(volume):
+            # Never through a link that the trainer put in its place: it could lead to content of the trainer's choice.
+            with open_volume(volume) as root:
+                make_own_folder(root).close()
+                root.make_folder(path_in(volume, state_directory), 0o700).close()
+        else:
+            state_directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise VolumeError(
+            ErrorKind.VOLUME_UNUSABLE,
+            f"cannot make the state directory {state_directory}: {error.strerror}",
+            hint="set --state-directory to a directory that the agent's user can write",
+        ) from error
+
+
+def open_state_directory(volume: Path, state_directory: Path) -> Folder:
+    """Open the folder that `make_state_directory` made; on the volume, never through a link. Raises OSError."""
+    if not state_directory.is_relative_to(volume):
+        return open_volume(state_directory)
+    with open_volume(volume) as root:
+        return root.folder(path_in(volume, state_directory))
+
+
+def share_tree(tree: Folder, volume: Folder) -> None:
+    """Let the trainer remove the content of a tree that Keepstep made: that needs write permission on each folder.
+
+    Blocks. Ignores OSError.
+    """
+    with contextlib.suppress(OSError):
+        mode = os.fstat(volume.descriptor).st_mode
+        for _, folder, _ in tree.walk():
+            _share(folder, mode)
+
+
+def _share(folder: Folder, mode: int) -> None:
+    """Give the folder the volume's permissions for group and others, whatever the umask.
+
+    Does nothing if only the owner may write the volume, or if its sticky bit lets users remove only their own files.
+    """
+    if mode & _OTHERS_WRITE and not mode & stat.S_ISVTX:
+        os.fchmod(folder.descriptor, stat.S_IMODE(os.fstat(folder.descriptor).st_mode) | (mode & _SHARED_BITS))

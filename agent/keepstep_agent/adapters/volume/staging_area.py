@@ -1,0 +1,364 @@
+"""Pins checkpoints below `<volume>/.keepstep/staged`, so that a file's bytes stay when the trainer deletes its copy.
+
+<save>/rank-00003/<path>     the pins
+<save>/rank-00003.json       the request's descriptor and the pinned files; written last: its presence means staged
+
+Owns that folder alone. Knows nothing of uploads or of what is in a descriptor. Empty folders are not part of a
+checkpoint. Only one thread at a time stages the same save and rank. Invariants:
+
+- Nothing outside the volume and nothing of `.keepstep` is ever pinned.
+- Files and names are on disk before the descriptor is.
+- A stage that fails leaves nothing behind. One that is killed leaves a folder without a descriptor, which `scan`
+  removes.
+- Two ranks never stage different bytes under one path of a save.
+- A later write to a pinned file shows in its fingerprint.
+
+The trainer can write a descriptor, just as it can announce. A descriptor only says which files of its own folder are
+the pins; nothing in it leads anywhere else.
+"""
+
+import os
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Final
+
+import structlog
+
+from keepstep_agent.adapters.output.output_directories import OutputDirectories
+from keepstep_agent.adapters.volume.announced_files import resolve_files, resolve_path
+from keepstep_agent.adapters.volume.content_check import check_sent, content_signature, rewritten_in_place
+from keepstep_agent.adapters.volume.disk import Reserve
+from keepstep_agent.adapters.volume.errors import volume_error
+from keepstep_agent.adapters.volume.pinning import Pinner, encode_descriptor, read_descriptor
+from keepstep_agent.adapters.volume.shared_volume import (
+    PARTIAL_SUFFIX,
+    Folder,
+    fingerprint,
+    open_volume,
+)
+from keepstep_agent.adapters.volume.syncing import folder_of, sync_all
+from keepstep_agent.core.errors import ErrorKind, KeepstepError, RequestError, VolumeError
+from keepstep_agent.core.model import RankManifest, SourceFile, StagedFile
+from keepstep_agent.core.stored.commit import DIFFERENT_FILES_HINT
+from keepstep_agent.core.stored.object_layout import check_token
+from keepstep_agent.ports import StagedDescriptor, StageRequest
+from keepstep_api.names import STAGED_DIRECTORY, STATE_DIRECTORY
+
+_ROOT: Final = f"{STATE_DIRECTORY}/{STAGED_DIRECTORY}"
+_DESCRIPTOR: Final = re.compile(r"(rank-\d{5,10})\.json")
+_COMPARED_BYTES: Final = 1024 * 1024
+# Kernels are built with ticks of at most 10 ms.
+_TICK_SECONDS: Final = 0.02
+
+_log: structlog.typing.FilteringBoundLogger = structlog.get_logger()
+
+
+class LocalStagingArea:
+    """`ports.StagingArea` on a local filesystem."""
+
+    def __init__(self, volume: Path, watched: Sequence[str] = ()) -> None:
+        """`watched`: the output directories whose files `StageRequest.sources` names."""
+        self._volume = volume
+        self._output = OutputDirectories(volume, watched)
+        self._pinner = Pinner(volume)
+        self._reserve = Reserve(volume)
+
+    def make_durable(self, path: str, files: Sequence[str]) -> None:
+        try:
+            found = list(resolve_files(self._volume, path, files).values())
+        except KeepstepError:
+            return  # staging reports what is wrong
+        folders = {folder_of(file) for file in found}
+        # Their parents hold the names of the folders themselves.
+        folders |= {folder_of(folder) for folder in folders}
+        try:
+            with open_volume(self._volume) as root:
+                sync_all(self._volume, root, found, sorted(folders))
+        except FileNotFoundError:
+            return  # as above
+        except OSError as error:
+            raise volume_error(error, f"cannot make {path} durable") from error
+
+    def stage(self, request: StageRequest) -> tuple[StagedFile, ...]:
+        if request.sources is not None:
+            return self._stage(request)
+        try:
+            files = self._stage(request)
+        except VolumeError as error:
+            # Pins are links, which need only a few blocks, and this may be the run's last save.
+            if error.kind is not ErrorKind.DISK_FULL or not self._reserve.spend():
+                raise
+            files = self._stage(request)
+        self._refuse_other_bytes(request, files)
+        return files
+
+    def _stage(self, request: StageRequest) -> tuple[StagedFile, ...]:
+        save = _save_folder(request.save)
+        folder = f"{save}/rank-{request.rank:05d}"
+        try:
+            with open_volume(self._volume) as root:
+                staged = self._staged_before(root, folder)
+                if staged is not None:
+                    return staged
+                if request.sources is not None:
+                    return self._stage_sources(root, folder, request.sources, request.descriptor)
+                sources = resolve_files(self._volume, request.path, request.files)
+                announced = resolve_path(self._volume, request.path)
+                try:
+                    files = self._pin_all(root, folder, sources, announced, request)
+                    if request.signatures and (
+                        content_signature(self._volume, request.path, request.files) not in request.signatures
+                    ):
+                        raise VolumeError(
+                            ErrorKind.FILE_CHANGED,
+                            f"{request.path} was written to after it was announced",
+                            hint="announce a checkpoint after its last file is written, and do not write to it again",
+                        )
+                    root.write_durably(f"{folder}.json", encode_descriptor(request.descriptor, files))
+                except BaseException:
+                    self._undo(root, folder)
+                    raise
+        except OSError as error:
+            raise volume_error(error, f"cannot stage {request.path}") from error
+        return files
+
+    def _stage_sources(
+        self, root: Folder, folder: str, sources: Sequence[SourceFile], descriptor: StagedDescriptor
+    ) -> tuple[StagedFile, ...]:
+        """Pin files of the output directories. A snapshot that only leaves files out has none."""
+        if not sources:
+            return ()
+        try:
+            root.remove(folder)
+            folders = _make_folders(root, folder, [file.path for file in sources])
+            private: list[bool] = []
+            for above, together in groupby(sources, key=lambda file: folder_of(file.path)):
+                with self._output.folder(above) as source, root.folder(f"{folder}/{above}") as target:
+                    private += [self._pinner.pin_source(source, file, target) for file in together]
+            found = sync_all(self._volume, root, [f"{folder}/{file.path}" for file in sources], folders)
+            files = tuple(
+                StagedFile(
+                    path=file.path,
+                    pin=f"{folder}/{file.path}",
+                    fingerprint=fingerprint(status),
+                    private=is_private,
+                    changed_ns=status.st_ctime_ns,
+                )
+                for file, is_private, status in zip(sources, private, found, strict=True)
+            )
+            for file, staged in zip(sources, files, strict=True):
+                if not staged.private and staged.fingerprint != file.fingerprint:
+                    raise rewritten_in_place(file.path)
+            _let_a_tick_pass(files)
+            root.write_durably(f"{folder}.json", encode_descriptor(descriptor, files))
+        except BaseException:
+            self._undo(root, folder)
+            raise
+        return files
+
+    def _staged_before(self, root: Folder, folder: str) -> tuple[StagedFile, ...] | None:
+        try:
+            return read_descriptor(root, folder)[1]
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError) as error:
+            _log.warning("staging.descriptor_unreadable", path=f"{folder}.json", reason=str(error))
+            root.remove(f"{folder}.json")
+            return None
+
+    def _pin_all(
+        self, root: Folder, folder: str, sources: Mapping[str, str], announced: str, request: StageRequest
+    ) -> tuple[StagedFile, ...]:
+        # Remove what a killed stage left: without a descriptor it is not staged.
+        root.remove(folder)
+        folders = _make_folders(root, folder, sources)
+        private = list(self._pin_each(root, folder, sources, request))
+        found = sync_all(self._volume, root, [f"{folder}/{path}" for path in sources], folders)
+        files = tuple(
+            StagedFile(
+                path=path,
+                pin=f"{folder}/{path}",
+                fingerprint=fingerprint(status),
+                private=is_private,
+                announced=source == announced,
+                changed_ns=status.st_ctime_ns,
+            )
+            for (path, source), is_private, status in zip(sources.items(), private, found, strict=True)
+        )
+        _let_a_tick_pass(files)
+        return files
+
+    def _pin_each(self, root: Folder, folder: str, sources: Mapping[str, str], request: StageRequest) -> Iterator[bool]:
+        """Pin each file, in order, and yield whether the pin has its own inode.
+
+        Neighbouring files of one folder share one opening of it.
+        """
+
+        def folders_of(item: tuple[str, str]) -> tuple[str, str]:
+            return folder_of(item[0]), folder_of(item[1])
+
+        for (above, source_above), together in groupby(sources.items(), key=folders_of):
+            with root.folder(source_above) as source, root.folder(f"{folder}/{above}".rstrip("/")) as target:
+                for path, found in together:
+                    name = found.rpartition("/")[2]
+                    private = request.private or (
+                        # The trainer will write to that inode again.
+                        bool(request.rewritten_inodes) and source.status(name).st_ino in request.rewritten_inodes
+                    )
+                    yield self._pinner.pin(source, name, target, path.rpartition("/")[2], private=private)
+
+    def _refuse_other_bytes(self, request: StageRequest, files: Sequence[StagedFile]) -> None:
+        """Raise CONTRADICTION if another rank of the save has different bytes under one of these paths.
+
+        Both would go to the same key. Call it after writing this rank's descriptor: then of two ranks that are staged
+        at once, at least one sees the other's.
+        """
+        save = _save_folder(request.save)
+        own = f"rank-{request.rank:05d}"
+        try:
+            with open_volume(self._volume) as root:
+                with root.folder(save) as folder:
+                    others = [match[1] for entry in folder.entries() if (match := _DESCRIPTOR.fullmatch(entry.name))]
+                for other in others:
+                    for file in files if other != own else ():
+                        if _differ(root, f"{save}/{own}/{file.path}", f"{save}/{other}/{file.path}"):
+                            root.unlink(f"{save}/{own}.json")
+                            self._undo(root, f"{save}/{own}")
+                            raise RequestError(
+                                ErrorKind.CONTRADICTION,
+                                f"ranks {int(other.removeprefix('rank-'))} and {request.rank} of save {request.save} "
+                                f"have different bytes for {file.path}",
+                                hint=DIFFERENT_FILES_HINT,
+                            )
+        except OSError as error:
+            raise volume_error(error, f"cannot compare the ranks of save {request.save}") from error
+
+    def check(self, save: str, rank: int, files: Sequence[StagedFile]) -> None:
+        what = f"pinned file of save {save}, rank {rank}"
+        try:
+            with open_volume(self._volume) as root:
+                for above, together in groupby(files, key=lambda file: folder_of(file.pin)):
+                    with root.folder(above) as folder:
+                        for file in together:
+                            what = f"{file.path} of save {save}, rank {rank}"
+                            if fingerprint(folder.status(file.pin.rpartition("/")[2])) != file.fingerprint:
+                                raise rewritten_in_place(what)
+        except OSError as error:
+            raise volume_error(error, what) from error
+
+    def check_sent(self, manifest: RankManifest, files: Sequence[StagedFile], *, may_read: Callable[[], bool]) -> None:
+        check_sent(self._volume, manifest, files, may_read)
+
+    def release(self, save: str) -> None:
+        folder = _save_folder(save)
+        try:
+            with open_volume(self._volume) as root:
+                try:
+                    with root.folder(folder) as opened:
+                        descriptors = [entry.name for entry in opened.entries() if _DESCRIPTOR.fullmatch(entry.name)]
+                        for name in descriptors:
+                            opened.remove(name)
+                        if descriptors:
+                            # Descriptors go first, durably: an interrupted release then looks like a killed stage.
+                            opened.sync()
+                except FileNotFoundError:
+                    return
+                root.remove(folder)
+        except OSError as error:
+            raise volume_error(error, f"cannot release {folder}") from error
+
+    def scan(self) -> Iterable[tuple[StagedDescriptor, tuple[StagedFile, ...]]]:
+        """See `ports.StagingArea.scan`. It also removes what a killed stage left. Call it before the first `stage`."""
+        found: list[tuple[StagedDescriptor, tuple[StagedFile, ...]]] = []
+        try:
+            with open_volume(self._volume) as root:
+                try:
+                    staged = root.folder(_ROOT)
+                except FileNotFoundError:
+                    return found
+                with staged:
+                    for entry in staged.entries():
+                        if entry.is_dir(follow_symlinks=False):
+                            found += self._scan_save(root, f"{_ROOT}/{entry.name}")
+                            staged.remove_if_empty(entry.name)
+        except OSError as error:
+            raise volume_error(error, f"cannot scan {self._volume}/{_ROOT}") from error
+        return found
+
+    def _scan_save(self, root: Folder, save: str) -> Iterator[tuple[StagedDescriptor, tuple[StagedFile, ...]]]:
+        with root.folder(save) as folder:
+            names = [entry.name for entry in folder.entries()]
+            for name in names:
+                if name.endswith(PARTIAL_SUFFIX):
+                    folder.remove(name)
+                elif name.endswith(".json"):
+                    try:
+                        yield read_descriptor(root, f"{save}/{name.removesuffix('.json')}")
+                    except (OSError, ValueError) as error:
+                        _log.error("staging.descriptor_unreadable", path=f"{save}/{name}", reason=str(error))
+                elif f"{name}.json" not in names:
+                    _log.info("staging.leftover_removed", path=f"{save}/{name}")
+                    folder.remove(name)
+
+    def _undo(self, root: Folder, folder: str) -> None:
+        try:
+            root.remove(folder)
+            root.unlink(f"{folder}.json{PARTIAL_SUFFIX}")
+            root.remove_if_empty(folder.rpartition("/")[0])
+        except FileNotFoundError:
+            pass  # nothing had been made
+        except OSError as error:
+            _log.error("staging.leftover_kept", path=folder, reason=str(error))
+
+
+def _save_folder(save: str) -> str:
+    return f"{_ROOT}/{check_token(save, 'save id')}"
+
+
+def _make_folders(root: Folder, folder: str, sources: Iterable[str]) -> list[str]:
+    """Make every folder that the pins need. Return the folders whose entries must reach the disk."""
+    needed = {folder}
+    for leaf in {path.rpartition("/")[0] for path in sources}:
+        names = leaf.split("/") if leaf else []
+        needed.update("/".join((folder, *names[:depth])) for depth in range(1, len(names) + 1))
+    for path in sorted(needed):
+        # Another rank whose stage failed may remove the save's empty folder meanwhile: `make_folder` then retries.
+        root.make_folder(path).close()
+    return [*needed, folder.rpartition("/")[0], _ROOT, STATE_DIRECTORY, ""]
+
+
+def _let_a_tick_pass(files: Sequence[StagedFile]) -> None:
+    """Wait until a later write to a pinned file gets another mtime: kernels stamp files by a clock that ticks."""
+    newest_ns = max((file.fingerprint.mtime_ns for file in files if not file.private), default=0)
+    age_seconds = (time.time_ns() - newest_ns) / 1e9
+    if 0 <= age_seconds < _TICK_SECONDS:
+        time.sleep(_TICK_SECONDS - age_seconds)
+
+
+def _differ(root: Folder, pin: str, other: str) -> bool:
+    """Whether the two cannot both be in one folder. Reads them only if sizes are equal and inodes differ."""
+    try:
+        second = root.open_file(other)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        # One has a folder where the other has a file.
+        return True
+    try:
+        with root.opened_file(pin) as first:
+            one, two = os.fstat(first), os.fstat(second)
+            if one.st_ino == two.st_ino:
+                return False
+            return one.st_size != two.st_size or not _same_bytes(first, second, one.st_size)
+    finally:
+        os.close(second)
+
+
+def _same_bytes(first: int, second: int, size_bytes: int) -> bool:
+    return all(
+        os.pread(first, _COMPARED_BYTES, position) == os.pread(second, _COMPARED_BYTES, position)
+        for position in range(0, size_bytes, _COMPARED_BYTES)
+    )

@@ -1,0 +1,204 @@
+"""Commit markers: which saves are committed, by a listing, and what the marker of each says."""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Final
+
+from keepstep_agent.catalog.object_reads import DAMAGE, if_there, problem_of, read_object
+from keepstep_agent.core.errors import ErrorKind, StoreError, checkpoint_corrupt
+from keepstep_agent.core.limits import MARKER_BYTES
+from keepstep_agent.core.model import CommitMarker
+from keepstep_agent.core.policies.restore_choice import CommittedSave, newest_first
+from keepstep_agent.core.policies.retention.horizon import by_series
+from keepstep_agent.core.stored.manifest import decode_marker
+from keepstep_agent.core.stored.object_layout import (
+    COMMITS_PREFIX,
+    SNAPSHOTS_PREFIX,
+    WEIGHTS_PREFIX,
+    marker_key,
+    parse_marker_key,
+    parse_snapshot_key,
+    parse_weights_key,
+    step_prefix,
+    weights_key,
+    weights_step_prefix,
+)
+from keepstep_agent.core.stored.weights_marker import decode_weights_marker
+from keepstep_agent.ports import ObjectInfo, StoreReader
+
+_PAGE: Final = 1_000
+"""How many keys a store lists at once."""
+
+
+async def list_committed(store: StoreReader) -> tuple[CommittedSave, ...]:
+    """Return every committed announced checkpoint, newest first. Reads only markers that share a step with another."""
+    return await in_order(store, await list_down_to(store, 0))
+
+
+async def list_down_to(store: StoreReader, step: int) -> list[CommittedSave]:
+    """Return the committed announced checkpoints up to the first one below `step`, in the order of the listing."""
+    found: list[CommittedSave] = []
+    async for listed in store.list(COMMITS_PREFIX):
+        if one := committed_save(listed):
+            if one.step < step:
+                break
+            found.append(one)
+    return found
+
+
+async def newest_committed(store: StoreReader, count: int = 20) -> tuple[CommittedSave, ...]:
+    """Return at least the `count` newest announced checkpoints, newest first; all of them if there are fewer.
+
+    Reads one page of the listing, unless `count` needs more, and the markers that share a step.
+    """
+    most = max(_PAGE, 2 * count)
+    found: list[CommittedSave] = []
+    async for listed in store.list(COMMITS_PREFIX):
+        if one := committed_save(listed):
+            found.append(one)
+        if len(found) == most:
+            break
+    else:
+        return await in_order(store, found)
+    steps = [one.step for one in found]
+    # The next page may have others with the last step. And not every store lists in the order of keys.
+    newest = [one for one in found if one.step > steps[-1]]
+    if len(newest) < count or steps != sorted(steps, reverse=True):
+        return await list_committed(store)
+    return await in_order(store, newest)
+
+
+async def newest_of_run(store: StoreReader, run: str, *, most: int) -> tuple[tuple[CommittedSave, ...], bool]:
+    """Return up to `most` of a run's announced checkpoints, or of its snapshots if there are none, and whether all.
+
+    Newest first. Reads no marker, so the order of saves that share a step is that of their ids. `run` is its prefix.
+    """
+    for prefix in (COMMITS_PREFIX, SNAPSHOTS_PREFIX):
+        found: list[CommittedSave] = []
+        async for listed in store.list(run + prefix):
+            if one := committed_save(replace(listed, key=listed.key.removeprefix(run))):
+                found.append(one)
+            if len(found) > most:
+                break
+        if found:
+            return newest_first(found)[:most], len(found) <= most
+    return (), True
+
+
+async def weights_of_run(store: StoreReader, run: str, *, most: int) -> tuple[CommittedSave, ...]:
+    """Return up to `most` of the saves of which only the weights are left, newest first. `run` is the run's prefix."""
+    found: list[CommittedSave] = []
+    async for listed in store.list(run + WEIGHTS_PREFIX):
+        if one := weights_only_save(replace(listed, key=listed.key.removeprefix(run))):
+            found.append(one)
+        if len(found) >= most:
+            break
+    return newest_first(found)
+
+
+async def list_step(store: StoreReader, step: int) -> tuple[CommittedSave, ...]:
+    """Return the committed checkpoints of one step, newest first."""
+    return await in_order(
+        store, [one async for listed in store.list(step_prefix(step)) if (one := committed_save(listed))]
+    )
+
+
+async def list_weights_only(store: StoreReader, *, step: int | None = None) -> tuple[CommittedSave, ...]:
+    """Return every save, of one step or of all, of which only the weights are left, newest first.
+
+    A save that still has its commit marker, because a prune was interrupted, is among them.
+    """
+    prefix = WEIGHTS_PREFIX if step is None else weights_step_prefix(step)
+    return await in_order(store, [one async for listed in store.list(prefix) if (one := weights_only_save(listed))])
+
+
+async def list_weights_alone(
+    store: StoreReader, committed: Iterable[CommittedSave], *, step: int | None = None
+) -> tuple[CommittedSave, ...]:
+    """Return those of `list_weights_only` that are not in `committed`."""
+    saves = {one.save for one in committed}
+    return tuple([one for one in await list_weights_only(store, step=step) if one.save not in saves])
+
+
+async def list_snapshots(store: StoreReader) -> dict[str, tuple[CommittedSave, ...]]:
+    """Return the committed snapshots of every series, newest first. Reads only markers that share a number."""
+    groups = by_series([one async for listed in store.list(SNAPSHOTS_PREFIX) if (one := committed_save(listed))])
+    # `node-2` before `node-10`.
+    ordered = sorted(groups, key=lambda series: (len(series), series))
+    return {series: await in_order(store, groups[series]) for series in ordered}
+
+
+async def in_order(store: StoreReader, committed: Iterable[CommittedSave]) -> tuple[CommittedSave, ...]:
+    """Sort announced checkpoints, or the snapshots of one series, newest first. Reads markers that share a step."""
+    found = tuple(committed)
+    per_step = Counter(one.step for one in found)
+    return newest_first(
+        [one if per_step[one.step] == 1 else replace(one, saved_at=await saved_at(store, one)) for one in found]
+    )
+
+
+async def read_marker(store: StoreReader, committed: CommittedSave, *, run: str = "") -> CommitMarker:
+    """Return the commit marker of a save. `run` is the prefix of its run if the store holds many.
+
+    Raises StoreError(CHECKPOINT_CORRUPT), which names the marker, if it is missing or not what was written.
+    """
+    place = run + committed.key
+
+    def decode(body: bytes, key: str) -> CommitMarker:
+        marker = (decode_weights_marker if committed.weights_only else decode_marker)(body, key)
+        info = marker.info
+        if (weights_key if committed.weights_only else marker_key)(info) != committed.key:
+            what = f"{info.kind} of {info.name}, " if info.is_snapshot or committed.series else ""
+            raise checkpoint_corrupt(f"{key} is the marker of {what}step {info.step} (save {info.save})")
+        if info.is_snapshot and info.world_size != 1:
+            raise checkpoint_corrupt(f"{key} is the marker of a snapshot of {info.world_size} ranks")
+        return marker
+
+    try:
+        return await read_object(store, place, decode, limit_bytes=MARKER_BYTES)
+    except StoreError as error:
+        if error.kind in DAMAGE:
+            raise checkpoint_corrupt(f"{place} {problem_of(place, error)}") from error
+        raise
+
+
+async def has_marker(store: StoreReader, committed: CommittedSave) -> bool:
+    """Return whether the save still has its marker. A deletion removes that first, and what is left looks damaged."""
+    return await if_there(store.head(committed.key)) is not None
+
+
+def committed_save(marker: ObjectInfo) -> CommittedSave | None:
+    """Return what the key of a listed marker says; None for any other object."""
+    if parsed := parse_marker_key(marker.key):
+        return CommittedSave(key=marker.key, step=parsed[0], save=parsed[1], modified_at=marker.modified_at)
+    if snapshot := parse_snapshot_key(marker.key):
+        return CommittedSave(
+            key=marker.key,
+            step=snapshot.number,
+            save=snapshot.save,
+            series=snapshot.series,
+            modified_at=marker.modified_at,
+        )
+    return None
+
+
+def weights_only_save(marker: ObjectInfo) -> CommittedSave | None:
+    """Return what the key of a listed marker says of a save of which only the weights are left; None otherwise.
+
+    `modified_at` is then when that marker was written, and not when the save was committed.
+    """
+    if parsed := parse_weights_key(marker.key):
+        step, save = parsed
+        return CommittedSave(key=marker.key, step=step, save=save, modified_at=marker.modified_at, weights_only=True)
+    return None
+
+
+async def saved_at(store: StoreReader, committed: CommittedSave) -> float:
+    """Return when a save was announced, unix seconds; 0 if its marker cannot be read."""
+    try:
+        return (await read_marker(store, committed)).saved_at
+    except StoreError as error:
+        if error.kind not in (*DAMAGE, ErrorKind.FORMAT_UNKNOWN):
+            raise
+        return 0.0

@@ -1,0 +1,1 @@
+"""The commands on a destination; `keepstep_agent.cli` finds them."""

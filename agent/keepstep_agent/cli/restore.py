@@ -1,0 +1,192 @@
+"""`keepstep restore`, which an init container or a person runs before the program."""
+
+import asyncio
+import time
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+
+import click
+
+from keepstep_agent.adapters.volume import identity
+from keepstep_agent.adapters.volume.shared_folders import make_shared_folders
+from keepstep_agent.catalog.markers import newest_committed
+from keepstep_agent.cli.autoload import copy_autoload
+from keepstep_agent.cli.formatting import errors_reported, progress_line
+from keepstep_agent.cli.store_options import destination_options
+from keepstep_agent.cli.store_work import as_json_option, opened, print_json, run_work
+from keepstep_agent.core.errors import ErrorKind, StoreError, printable
+from keepstep_agent.core.limits import UNIX_SECONDS
+from keepstep_agent.core.mirror.base import series_of
+from keepstep_agent.core.quantities import amount
+from keepstep_agent.core.settings.values import Settings
+from keepstep_agent.core.stored.ledger import Resumed
+from keepstep_agent.ports import StoreWriter
+from keepstep_agent.restore import init_step
+from keepstep_agent.restore.snapshots import RestoredSnapshot, RestoredSnapshots, restore_snapshots
+from keepstep_agent.restore.start_record import StartRecord, write_start_record
+from keepstep_api.names import LAZY, OFF
+
+
+@click.command()
+@destination_options(
+    "volume",
+    "checkpoint_directory",
+    "state_directory",
+    "restore",
+    "watch",
+    "transfer.max_concurrency",
+    "disk.size_limit_bytes",
+    "attempt",
+    "place",
+    "node_rank",
+    "log_format",
+)
+@click.option(
+    "--autoload-to",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="First copy autoload's files, for a trainer's PYTHONPATH, to this directory.",
+)
+@as_json_option
+def restore(settings: Settings, autoload_to: Path | None, as_json: bool) -> None:
+    """Fetch the newest checkpoint at DEST that is intact.
+
+    Then, for programs that do not announce checkpoints, the files of the newest snapshots go back to the directories
+    of --watch, unless these have files of this run. Skips what is damaged and says so. It is no error if DEST has
+    nothing: the run then starts from step 0. With --restore lazy only the volume and DEST are checked: the agent brings
+    what the program asks for.
+    """
+    if autoload_to:
+        with errors_reported():
+            copy_autoload(autoload_to)
+    if settings.restore == OFF:
+        click.echo("nothing is restored: --restore is off")
+        return
+    restored, snapshots = run_work(settings, _restore(settings))
+    if as_json:
+        value = {**asdict(restored), "path": str(restored.path)} if restored else None
+        destination = settings.store.destination
+        print_json({"destination": destination, "restored": value, "snapshot": _as_json(snapshots)})
+        return
+    if settings.restore == LAZY:
+        click.echo(f"the agent brings what the program asks for from {settings.store.destination}")
+    elif restored is None and snapshots is None:
+        click.echo(f"nothing to restore from {settings.store.destination}: the run starts from step 0")
+    if restored is not None:
+        for reason in restored.skipped:
+            click.echo(f"warning: skipped: {printable(reason)}", err=True)
+        how = "restored to" if restored.downloaded else "is already here:"
+        click.echo(f"{restored.name} (step {restored.step}, {amount(restored.size_bytes)}) {how} {restored.path}")
+    if snapshots is not None:
+        _show_snapshots(snapshots, series_of(settings.node_rank))
+
+
+def _show_snapshots(snapshots: RestoredSnapshots, own: str) -> None:
+    for reason in snapshots.skipped:
+        click.echo(f"warning: skipped: {printable(reason)}", err=True)
+    for warning in snapshots.warnings:
+        click.echo(f"warning: {printable(warning)}", err=True)
+    for one in snapshots.snapshots:
+        if one.files:
+            count = "1 file" if one.files == 1 else f"{one.files:,} files"
+            places = printable(" and ".join(map(str, one.directories)))
+            what = _title(one, own)
+            if one.put_in_place:
+                click.echo(f"{what} ({count}, {amount(one.size_bytes)}) restored to {places}")
+            else:
+                click.echo(f"{count} of {what} ({amount(one.size_bytes)}) restored to {places}")
+    for directory in snapshots.left:
+        click.echo(f"{printable(str(directory))} is left alone: it has this run's newer files")
+
+
+def _title(snapshot: RestoredSnapshot, own: str) -> str:
+    """Name a snapshot by the time that its number says, and by its node if that is another one."""
+    whose = "" if snapshot.series == own else f"{snapshot.series} of "
+    if snapshot.number > UNIX_SECONDS:
+        return f"snapshot of {whose}{snapshot.number}"
+    return f"snapshot of {whose}{datetime.fromtimestamp(snapshot.number, UTC):%Y-%m-%d %H:%M} UTC"
+
+
+def _as_json(snapshots: RestoredSnapshots | None) -> dict[str, object] | None:
+    if snapshots is None:
+        return None
+    return {
+        "snapshots": [{**asdict(one), "directories": list(map(str, one.directories))} for one in snapshots.snapshots],
+        "left": list(map(str, snapshots.left)),
+        "warnings": snapshots.warnings,
+        "skipped": snapshots.skipped,
+    }
+
+
+async def _restore(settings: Settings) -> tuple[init_step.Restored | None, RestoredSnapshots | None]:
+    volume, directory = Path(settings.volume), Path(settings.checkpoint_directory)
+    began_at = time.time()
+    async with opened(settings.store) as store:
+        # The volume must not be bound to a destination that does not answer: it may be mistyped.
+        await _find(store, settings.store.destination, volume)
+        await asyncio.to_thread(make_shared_folders, volume, directory)
+        await asyncio.to_thread(identity.claim, volume, settings.store.destination)
+        with progress_line() as advance:
+            restored = None
+            if settings.restore != LAZY:
+                restored = await init_step.restore(
+                    store,
+                    checkpoint_directory=directory,
+                    volume=volume,
+                    state_directory=Path(settings.state_directory),
+                    attempt=settings.attempt,
+                    place=settings.place,
+                    node_rank=settings.node_rank,
+                    concurrency=settings.transfer.max_concurrency,
+                    size_limit_bytes=settings.disk.size_limit_bytes,
+                    on_progress=advance,
+                )
+            snapshots = await restore_snapshots(
+                store,
+                volume=volume,
+                directories=settings.watch,
+                state_directory=Path(settings.state_directory),
+                node_rank=settings.node_rank,
+                concurrency=settings.transfer.max_concurrency,
+                size_limit_bytes=settings.disk.size_limit_bytes,
+                on_progress=advance,
+            )
+    record = _start_record(settings, began_at, restored, snapshots)
+    await asyncio.to_thread(write_start_record, record, volume, Path(settings.state_directory))
+    return restored, snapshots
+
+
+def _start_record(
+    settings: Settings, began_at: float, restored: init_step.Restored | None, snapshots: RestoredSnapshots | None
+) -> StartRecord:
+    own = series_of(settings.node_rank)
+    save = next((one.save for one in (snapshots.snapshots if snapshots else ()) if one.series == own), "")
+    resumed = Resumed.SAVE if save else Resumed.NOTHING
+    if restored is not None:
+        resumed, save = Resumed.SAVE, restored.save
+    elif settings.restore == LAZY:
+        resumed = Resumed.UNKNOWN
+    return StartRecord(
+        began_at=began_at,
+        restored_at=time.time(),
+        resumed=resumed,
+        step=restored.step if restored else 0,
+        save=save,
+    )
+
+
+async def _find(store: StoreWriter, destination: str, volume: Path) -> None:
+    """Make sure that the destination answers. Creates a missing folder, unless the volume was used with it before."""
+    try:
+        await newest_committed(store)
+    except StoreError as error:
+        if error.kind is not ErrorKind.BUCKET_MISSING:
+            raise
+        if await asyncio.to_thread(identity.owner_of, volume) is not None:
+            raise StoreError(
+                error.kind,
+                f"{error}, and the volume {volume} was used with it before",
+                hint="mount it again, or create it yourself if you know that it holds no checkpoint",
+            ) from error
+        await store.probe()  # creates a missing folder; for a missing bucket it raises again
+        click.echo(f"warning: {destination} did not exist and was created", err=True)

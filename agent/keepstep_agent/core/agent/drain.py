@@ -1,0 +1,230 @@
+"""What fits in the remaining grace period, which saves to wait for, and when to exit.
+
+The deadline is the earliest of those in the termination notices. Kubelet gives at least two seconds after the agent's
+own SIGTERM, even if the trainer used up the whole grace period (kuberuntime_container.go). So the deadline is never
+earlier than that.
+"""
+
+from collections.abc import Iterator
+from typing import Final
+
+from keepstep_agent.core.agent.checkpoint import Checkpoint
+from keepstep_agent.core.agent.commands import Exit
+from keepstep_agent.core.agent.lifecycle import LOST_PHASES
+from keepstep_agent.core.agent.state import State
+from keepstep_agent.core.model import Kind, Phase
+from keepstep_api.names import NOT_DURABLE_EXIT_CODE
+
+_FLOOR_AFTER_SIGTERM_SECONDS: Final = 2.0
+# Time to write the last log line and exit before SIGKILL.
+_EXIT_MARGIN_SECONDS: Final = 0.6
+_LAPSES_AFTER_SECONDS: Final = 60.0
+
+
+def deadline(state: State) -> float | None:
+    """Return when SIGKILL comes, in unix seconds; None if no notice says it."""
+    termination = state.termination
+    if termination.deadline is None or termination.stop_requested_at is None:
+        return termination.deadline
+    return max(termination.deadline, termination.stop_requested_at + _FLOOR_AFTER_SIGTERM_SECONDS)
+
+
+def needed_seconds(state: State, checkpoint: Checkpoint) -> float:
+    """Return how long a checkpoint still takes at the measured rate; 0 while nothing was measured."""
+    rate = state.upload_rate.bytes_per_second
+    return checkpoint.remaining_bytes / rate if rate > 0 else 0.0
+
+
+def worth_sending(state: State, checkpoint: Checkpoint) -> bool:
+    """Whether an older checkpoint fits before the deadline without using the newest one's commit reserve."""
+    until = deadline(state)
+    if not state.termination.noticed or until is None:
+        return True
+    reserve = state.settings.termination.commit_reserve_seconds
+    return state.now + needed_seconds(state, checkpoint) + reserve <= until
+
+
+def may_read_again(state: State, kind: Kind) -> bool:
+    """Whether a sent checkpoint of this kind may be compared with its files once more before it counts as sent.
+
+    Not after a termination notice, and not for a just-in-time save: the comparison takes longer the more was sent,
+    `needed_seconds` does not include it, and a checkpoint that misses the deadline is certainly lost.
+    """
+    return not state.termination.noticed and kind is not Kind.JUST_IN_TIME
+
+
+def waiting_for_save(state: State) -> bool:
+    """Whether a live local rank has not yet announced its just-in-time (or final) save.
+
+    While a live local rank has not registered which rank it is, the ranks are only counted, and those that died are
+    assumed to have announced. If that is wrong, the agent waits until the last rank is gone or the newest checkpoint
+    needs the time.
+    """
+    alive_count = len(state.alive_ranks)
+    if state.termination.trainers_gone or not alive_count:
+        return False
+    last_saves = list(_last_saves(state))
+    announced = {rank for checkpoint in last_saves for rank in checkpoint.contributions}
+    if state.alive_ranks <= state.ranks.keys():
+        # If one rank writes for all, the others have nothing to announce.
+        writers = max((checkpoint.info.world_size for checkpoint in last_saves), default=None)
+        owing_ranks = {state.ranks[local_rank] for local_rank in state.alive_ranks} - announced
+        return any(writers is None or rank < writers for rank in owing_ranks)
+    owing = max(state.termination.most_alive, alive_count)
+    return owing > max(len(announced), owing - alive_count)
+
+
+def newest_possible(state: State) -> Checkpoint | None:
+    """Return the newest checkpoint that may become durable. One whose ranks died before they announced cannot.
+
+    A snapshot only if the newest announced checkpoint needs nothing any more.
+    """
+    newest = None
+    for checkpoint in reversed(state.checkpoints.values()):
+        if checkpoint.phase in LOST_PHASES or not _can_be_complete(state, checkpoint):
+            continue
+        newest = newest or checkpoint
+        if not checkpoint.info.is_snapshot:
+            return newest if checkpoint.ended else checkpoint
+    return newest
+
+
+def _can_be_complete(state: State, checkpoint: Checkpoint) -> bool:
+    """Whether enough live local ranks may still announce it. One that has not registered counts among them."""
+    missing = checkpoint.expected_local_ranks - len(checkpoint.contributions)
+    if missing <= 0:
+        return True
+    may_come = {
+        local_rank for local_rank in state.alive_ranks if state.ranks.get(local_rank) not in checkpoint.contributions
+    }
+    return not state.termination.trainers_gone and len(may_come) >= missing
+
+
+def _last_saves(state: State) -> Iterator[Checkpoint]:
+    """Yield the last saves of this termination, in the order of announcement.
+
+    They need not be the newest: other saves that were being written may be announced after them.
+    """
+    newest = state.newest()
+    # Only the newest: a run that goes on after a final save owes another one.
+    final = [newest] if newest is not None and newest.info.kind is Kind.FINAL else []
+    for checkpoint in (*state.just_in_time.values(), *final):
+        if checkpoint.sequence >= state.termination.first_sequence and checkpoint.phase not in LOST_PHASES:
+            yield checkpoint
+
+
+def expires_at(state: State) -> float | None:
+    """Return when the notice expires (unix seconds): a minute after its deadline, unless the agent was told to stop.
+
+    Not every announced maintenance ends the pod.
+    """
+    termination = state.termination
+    if termination.deadline is None or termination.stop_requested_at is not None:
+        return None
+    return termination.deadline + _LAPSES_AFTER_SECONDS
+
+
+def _wait_until(state: State) -> float | None:
+    """Return when waiting for a save must end so that the newest checkpoint still becomes durable; None: no limit."""
+    until = deadline(state)
+    if until is None:
+        return None
+    newest = newest_possible(state)
+    needed = needed_seconds(state, newest) if newest and not newest.ended else 0.0
+    return until - needed - state.settings.termination.commit_reserve_seconds
+
+
+def exit_verdict(state: State) -> Exit | None:
+    """Return the command to exit if it is time, else None."""
+    termination = state.termination
+    if termination.stop_requested_at is None or termination.exiting:
+        return None
+    until = deadline(state)
+    if until is not None and state.now >= until - _EXIT_MARGIN_SECONDS:
+        return _exit(state)
+    gives_up_at = _gives_up_store_at(state)
+    if gives_up_at is not None and state.now >= gives_up_at:
+        return _exit(state)
+    wait_until = _wait_until(state)
+    if waiting_for_save(state) and (wait_until is None or state.now < wait_until):
+        return None
+    # The agent waits for the removal of pins and old objects too, but not beyond the deadline. It does not wait for the
+    # transfers of a checkpoint that does not fit.
+    is_tidying = len(state.in_flight) > len(state.transfers) or state.now < _told_until(state)
+    return None if is_tidying or _holder(state) is not None else _exit(state)
+
+
+def _told_until(state: State) -> float:
+    """Return until when the agent stays for those whom it has to tell of commits; 0 if there are none.
+
+    For one try after the last commit. What is not taken by then is told by the next agent on this volume.
+    """
+    newest_at = state.untold_news.newest_committed_at()
+    return 0.0 if newest_at is None else newest_at + state.settings.events.event_timeout_seconds
+
+
+def _gives_up_store_at(state: State) -> float | None:
+    """Return when a drain without a deadline ends, because the store has been unreachable for a grace period by then.
+
+    Without an outage there is no such limit: the program of a run has ended, and its machine stays.
+    """
+    requested_at = state.termination.stop_requested_at
+    if requested_at is None or deadline(state) is not None or not state.breaker.is_open:
+        return None
+    return max(requested_at, state.breaker.opened_at) + state.settings.termination.grace_seconds
+
+
+def _holder(state: State) -> Checkpoint | None:
+    """Return the newest unfinished checkpoint that is worth waiting for."""
+    newest = newest_possible(state)
+    unfinished = reversed(state.unfinished.values())
+    return next((checkpoint for checkpoint in unfinished if _worth_staying(state, checkpoint, newest)), None)
+
+
+def _worth_staying(state: State, checkpoint: Checkpoint, newest: Checkpoint | None) -> bool:
+    """Whether the agent can still do something for an unfinished checkpoint."""
+    if not _can_be_complete(state, checkpoint):
+        return False
+    if checkpoint is newest:
+        return True
+    if checkpoint.phase is Phase.SEALED and checkpoint.waits_for_others:
+        # Our manifest is stored, and another agent can write the marker.
+        return False
+    return worth_sending(state, checkpoint)
+
+
+def next_wake(state: State) -> float | None:
+    """Return the next moment (unix seconds) at which the verdict may change by time alone; None if there is none."""
+    termination = state.termination
+    until = deadline(state)
+    if termination.stop_requested_at is None or termination.exiting:
+        return None
+    told_until = _told_until(state)
+    if until is None:
+        gives_up_at = _gives_up_store_at(state)
+        moments = [told_until, *([] if gives_up_at is None else [gives_up_at])]
+        return min([moment for moment in moments if moment > state.now], default=gives_up_at)
+    moments = [told_until, until - _EXIT_MARGIN_SECONDS]
+    wait_until = _wait_until(state)
+    if wait_until is not None and waiting_for_save(state):
+        moments.append(wait_until)
+    # An older checkpoint delays the exit only while it fits before the deadline.
+    holder = _holder(state)
+    if holder is not None:
+        reserve = state.settings.termination.commit_reserve_seconds
+        moments.append(until - reserve - needed_seconds(state, holder))
+    return min([moment for moment in moments if moment > state.now], default=None)
+
+
+def _exit(state: State) -> Exit:
+    lost = tuple(
+        f"{checkpoint.info} is {checkpoint.phase}, "
+        f"{checkpoint.durable_bytes} of {checkpoint.size_bytes} bytes durable"
+        + (f" ({checkpoint.reason})" if checkpoint.reason else "")
+        + f"; its files lie under {state.settings.volume}"
+        for checkpoint in sorted(state.checkpoints.values(), key=lambda checkpoint: -checkpoint.sequence)
+        if not checkpoint.durable and checkpoint.phase is not Phase.SHED
+    )
+    newest = {checkpoint.info.is_snapshot: checkpoint for checkpoint in state.checkpoints.values()}
+    durable = all(checkpoint.durable for checkpoint in newest.values()) and not state.not_stored
+    return Exit(code=0 if durable else NOT_DURABLE_EXIT_CODE, lost=(*lost, *state.not_stored))

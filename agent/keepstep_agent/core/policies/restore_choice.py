@@ -1,0 +1,184 @@
+"""Which committed checkpoint to restore, what to fall back to, and the pin that makes all pods of a start agree.
+
+Invariants: a run whose checkpoints are all damaged stops and never silently starts from nothing; a pinned start takes
+the pinned checkpoint or none; a pin has exactly one encoding, so that a pod recognises its own pin when it reads it
+back.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Final, Literal
+
+from msgspec import Meta, Struct
+
+from keepstep_agent.core.errors import ErrorKind, RequestError, StoreError
+from keepstep_agent.core.limits import PATH_BYTES, PIN_BYTES, Step
+from keepstep_agent.core.stored import checked_json
+from keepstep_agent.core.stored.checked_json import UndecodableError
+from keepstep_agent.core.stored.object_layout import check_token, parse_marker_key
+
+_FORMAT_VERSION: Final = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pin:
+    """What one start of an attempt resumes from.
+
+    `marker` is the commit marker's key; empty (with step 0 and no save): nothing.
+    """
+
+    attempt: str
+    step: int = 0
+    save: str = ""
+    marker: str = ""
+
+    @property
+    def fresh_start(self) -> bool:
+        return not self.marker
+
+
+class _PinObject(Struct, forbid_unknown_fields=True, kw_only=True):
+    format: Literal[1]
+    attempt: str
+    step: Step
+    save: str
+    marker: Annotated[str, Meta(max_length=PATH_BYTES)] | None
+
+
+def encode_pin(pin: Pin) -> bytes:
+    return checked_json.encode(
+        _PinObject(format=_FORMAT_VERSION, attempt=pin.attempt, step=pin.step, save=pin.save, marker=pin.marker or None)
+    )
+
+
+def decode_pin(body: bytes, key: str) -> Pin:
+    """Decode a pin. Raises StoreError(CHECKPOINT_CORRUPT) that names `key`."""
+    try:
+        value = checked_json.decode(body, _PinObject, limit_bytes=PIN_BYTES)
+        pin = Pin(
+            attempt=check_token(value.attempt, "attempt"), step=value.step, save=value.save, marker=value.marker or ""
+        )
+        named = (0, "") if pin.fresh_start else parse_marker_key(pin.marker)
+        if named != (pin.step, pin.save):
+            raise UndecodableError(f"the marker {pin.marker!r} is not that of step {pin.step} and save {pin.save!r}")
+        return pin
+    except (UndecodableError, RequestError) as error:
+        raise StoreError(
+            ErrorKind.CHECKPOINT_CORRUPT,
+            f"the resume pin {key} cannot be read: {error}",
+            hint="remove that object, or start the run with another attempt",
+        ) from error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommittedSave:
+    """A save that has a commit marker, as the listing shows it.
+
+    `series` is empty for an announced checkpoint; for a snapshot `step` is its number in the series. `saved_at` only
+    breaks ties: it is read if several saves share a step, and is 0 otherwise. `modified_at` is when the marker was
+    written, by the store's clock.
+
+    `weights_only`: only its weights are left, and its marker is of another kind. It is not committed any more.
+    """
+
+    key: str
+    step: int
+    save: str
+    series: str = ""
+    saved_at: float = 0.0
+    modified_at: float = 0.0
+    weights_only: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Take:
+    """Try to restore this save next."""
+
+    committed: CommittedSave
+    because: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartFresh:
+    """There is nothing to resume from, and nothing is wrong with that."""
+
+    because: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GiveUp:
+    """There should be something to resume from, but it cannot be restored."""
+
+    because: str
+    hint: str
+
+
+Choice = Take | StartFresh | GiveUp
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generation:
+    """The pods of one start of an attempt: what they resume from, and the places of those that have it on their disk.
+
+    Generations count from 0. `begun_at` is when the pin was written, by the store's clock.
+    """
+
+    number: int
+    pin: Pin
+    begun_at: float
+    places: frozenset[str]
+
+
+def may_join(generation: Generation, place: str, committed: Iterable[CommittedSave]) -> bool:
+    """Whether a pod that starts now belongs to this generation, which is the newest; else it begins another one.
+
+    It does not if the job has been started since: then the pod's place is taken, or another run than the one that this
+    generation resumes from has committed something. A commit of that same run is no sign: it drains while its
+    successors start. `place` is empty if nothing tells the pods of a job apart. tests/model/resume_model.py has every
+    kind of restart.
+    """
+    if place and place in generation.places:
+        return False
+    resumed = run_of(generation.pin.save)
+    return not any(one.modified_at > generation.begun_at and run_of(one.save) != resumed for one in committed)
+
+
+def run_of(save: str) -> str:
+    """Return what the saves of one run of a job have in common: their id up to its counter."""
+    return save.rpartition("-")[0]
+
+
+def newest_first(committed: Iterable[CommittedSave]) -> tuple[CommittedSave, ...]:
+    """Sort by step, then by `saved_at`, newest first; the save id makes the order total."""
+    return tuple(sorted(committed, key=lambda one: (one.step, one.saved_at, one.save), reverse=True))
+
+
+def choose(committed: Sequence[CommittedSave], *, pin: Pin | None, failures: Mapping[str, str]) -> Choice:
+    """Return what to try next. `failures` maps the id of each save that was tried to what is wrong with it."""
+    if pin is not None:
+        return _obey(committed, pin, failures)
+    if not committed:
+        return StartFresh(because="the destination has no committed checkpoint")
+    ordered = newest_first(committed)
+    for skipped, one in enumerate(ordered):
+        if one.save not in failures:
+            because = "it is the newest" if not skipped else f"{skipped} newer cannot be restored"
+            return Take(committed=one, because=because)
+    newest = ordered[0]
+    return GiveUp(
+        because=f"none of {len(ordered)} committed checkpoints can be restored; the newest: {failures[newest.save]}",
+        hint="`keepstep verify --all` shows what is damaged; to start from step 0, use another destination",
+    )
+
+
+def _obey(committed: Sequence[CommittedSave], pin: Pin, failures: Mapping[str, str]) -> Choice:
+    if pin.fresh_start:
+        return StartFresh(because=f"this start of attempt {pin.attempt} is pinned to start from step 0")
+    which = f"step {pin.step} (save {pin.save}), which this start of {pin.attempt} resumes from,"
+    hint = "start all pods of the run again, or give it a new attempt: it takes the newest that can be restored"
+    if pin.save in failures:
+        return GiveUp(because=f"{which} cannot be restored: {failures[pin.save]}", hint=hint)
+    for one in committed:
+        if one.save == pin.save:
+            return Take(committed=one, because=f"this start of attempt {pin.attempt} is pinned to it")
+    return GiveUp(because=f"{which} is no longer at the destination", hint=hint)

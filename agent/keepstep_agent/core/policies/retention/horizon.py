@@ -1,0 +1,67 @@
+"""How far down a prune has to look, and which saves were skipped: they are newer than one that was committed later."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from keepstep_agent.core.policies.restore_choice import CommittedSave, newest_first
+from keepstep_agent.core.settings.values import RetentionSettings
+
+_RECENT: Final = 500
+"""The least announced checkpoints above a horizon. They fill half of what a store lists at a time, so as many may come
+before a second request is needed."""
+
+
+def by_series(committed: Iterable[CommittedSave]) -> dict[str, list[CommittedSave]]:
+    """Group saves by series. Announced checkpoints are that of the empty name."""
+    groups: defaultdict[str, list[CommittedSave]] = defaultdict(list)
+    for one in committed:
+        groups[one.series].append(one)
+    return groups
+
+
+def skipped(committed: Iterable[CommittedSave]) -> set[str]:
+    """Return the saves that are newer than a save of their series that was committed after them.
+
+    A run continued from an older checkpoint then, perhaps because these cannot be restored although their sizes are
+    right. They may be kept, but they justify no deletion. So the save that was committed last stays: all saves newer
+    than that one are skipped.
+    """
+    found: set[str] = set()
+    for series in by_series(committed).values():
+        last_commit_at = 0.0
+        for one in reversed(newest_first(series)):
+            if one.modified_at < last_commit_at:
+                found.add(one.save)
+            last_commit_at = max(last_commit_at, one.modified_at)
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Horizon:
+    """How far down a prune has to look if a whole one looked at everything a while ago: to `step`, that one included.
+
+    `older_commit_at`: when the last of the checkpoints below was committed; 0 if there is none.
+    """
+
+    step: int = 0
+    older_commit_at: float = 0.0
+
+    def skipped(self, committed: Iterable[CommittedSave]) -> set[str]:
+        """Return what `skipped` does of all announced checkpoints, those below the horizon included."""
+        found = tuple(committed)
+        return skipped(found) | {one.save for one in found if not one.series and one.modified_at < self.older_commit_at}
+
+
+def horizon_of(announced: Sequence[CommittedSave], settings: RetentionSettings) -> Horizon:
+    """Return the horizon below the newest of all announced checkpoints, which are in the order of a store's listing."""
+    count = max(_RECENT, 2 * settings.keep_last)
+    steps = [one.step for one in announced]
+    # A store with an order of its own shows the newest anywhere.
+    if len(steps) <= count or steps != sorted(steps, reverse=True):
+        return Horizon()
+    step = steps[count - 1]
+    return Horizon(
+        step=step, older_commit_at=max((one.modified_at for one in announced if one.step < step), default=0.0)
+    )

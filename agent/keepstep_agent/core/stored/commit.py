@@ -1,0 +1,106 @@
+"""The commit protocol's verdicts: what a listing lacks of a save, and whether its ranks contradict each other.
+
+Files are written first, then manifests, then the marker, which is then read back. An agent writes one manifest for its
+ranks. The marker is written only when manifests of all ranks exist, the listing shows every file at its size, and no
+two ranks claim one name for different bytes. Its body is a pure function of the manifests, so two committers write the
+same bytes, and reading it resolves a lost answer. docs/design/0001 has the whole argument.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Final
+
+from keepstep_agent.core.model import FileEntry, RankManifest, SaveInfo
+from keepstep_agent.core.stored.object_layout import file_key, manifest_key, pack_key, parse_manifest_key
+
+DIFFERENT_FILES_HINT: Final = "ranks must write different file names, or announce the same directory"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LostObjects:
+    """Objects that we have stored and the listing lacks: (rank, path) pairs, and (rank, number of the pack) pairs."""
+
+    files: tuple[tuple[int, str], ...]
+    packs: tuple[tuple[int, int], ...]
+
+    def __bool__(self) -> bool:
+        return bool(self.files or self.packs)
+
+
+def lost_objects(ours: Sequence[RankManifest], sizes: Mapping[str, int]) -> LostObjects:
+    """Compare `sizes` (key -> bytes), a listing of the whole save, with what our ranks have stored."""
+    return LostObjects(
+        files=tuple((one.rank, path) for one in ours for path in missing_files(one, sizes)),
+        packs=tuple((one.rank, number) for one in ours for number in missing_packs(one, sizes)),
+    )
+
+
+def manifest_key_of(ranks: Sequence[RankManifest]) -> str:
+    """Return the key of the manifest that has just these ranks."""
+    return manifest_key(ranks[0].info, min(one.rank for one in ranks), len(ranks))
+
+
+def missing_ranks(info: SaveInfo, sizes: Mapping[str, int]) -> int:
+    """Return how many ranks have no manifest, by the names of the manifests alone, so it may be too few.
+
+    Counts the manifests that exist, so that a large claimed world size does not make this slow.
+    """
+    counts: dict[int, int] = {}
+    for key in sizes:
+        named = parse_manifest_key(info, key)
+        if named:
+            first_rank, rank_count = named
+            # An agent writes a larger manifest when more ranks have announced to it.
+            counts[first_rank] = max(counts.get(first_rank, 0), rank_count)
+    return max(0, info.world_size - sum(counts.values()))
+
+
+def largest_disjoint(manifests: Iterable[Sequence[RankManifest]]) -> list[Sequence[RankManifest]]:
+    """Return the manifests that a marker names: the largest first, and none with a rank of one taken before."""
+    taken: set[int] = set()
+    chosen = []
+    for ranks in sorted(manifests, key=lambda ranks: (-len(ranks), ranks[0].rank)):
+        numbers = {one.rank for one in ranks}
+        if not numbers & taken:
+            taken |= numbers
+            chosen.append(ranks)
+    return chosen
+
+
+def contradiction(ranks: Iterable[RankManifest]) -> str:
+    """Return why these ranks' files cannot lie in one folder; empty if they can. The same entry twice is fine."""
+    found: dict[str, tuple[int, FileEntry]] = {}
+    for one in ranks:
+        for file in one.files:
+            rank, entry = found.setdefault(file.path, (one.rank, file))
+            if not entry.has_bytes_of(file):
+                return f"ranks {rank} and {one.rank} have different bytes for {file.path}"
+    for path, (rank, _) in found.items():
+        for folder in accumulate(path.split("/")[:-1], "{}/{}".format):
+            if folder in found:
+                return f"{folder} is a file of rank {found[folder][0]} and a folder of rank {rank}"
+    return ""
+
+
+def is_listed(manifest: RankManifest, sizes: Mapping[str, int]) -> bool:
+    """Whether the listing shows all files and packs of a rank."""
+    return not missing_files(manifest, sizes) and not missing_packs(manifest, sizes)
+
+
+def missing_files(manifest: RankManifest, sizes: Mapping[str, int]) -> list[str]:
+    """Return the own, unpacked files of a rank that the listing lacks or shows with another size."""
+    return [
+        file.path
+        for file in manifest.files
+        if file.is_own and file.place is None and sizes.get(file_key(manifest.info, file.path)) != file.size_bytes
+    ]
+
+
+def missing_packs(manifest: RankManifest, sizes: Mapping[str, int]) -> list[int]:
+    """Return the packs of a rank that the listing lacks or shows with another size."""
+    return [
+        number
+        for number, size_bytes in enumerate(manifest.pack_sizes_bytes)
+        if sizes.get(pack_key(manifest.info, manifest.rank, number)) != size_bytes
+    ]

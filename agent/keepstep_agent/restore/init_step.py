@@ -1,0 +1,225 @@
+"""`keepstep restore`: runs before the trainer does.
+
+Invariants: nothing appears under a checkpoint's name before every byte of it is verified and on disk; "nothing to
+resume from" is an answer only when the destination was read and has no commit marker, or when the pin says so. What
+becomes of damaged checkpoints is in `candidates`.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import structlog
+
+from keepstep_agent.catalog.damage import clear_damage
+from keepstep_agent.catalog.markers import list_committed, newest_committed
+from keepstep_agent.catalog.object_reads import for_each
+from keepstep_agent.catalog.reading import CommittedCheckpoint
+from keepstep_agent.catalog.weights_only import refuse_fresh_start
+from keepstep_agent.core.policies.restore_choice import Pin
+from keepstep_agent.core.stored.object_layout import check_token
+from keepstep_agent.ports import StoreWriter
+from keepstep_agent.restore.agreement import Agreement
+from keepstep_agent.restore.candidates import Candidates
+from keepstep_agent.restore.download import download
+from keepstep_agent.restore.local_copy import LocalCopies
+from keepstep_agent.restore.partial_copy import PartialCopy, Piece
+
+_log: structlog.typing.FilteringBoundLogger = structlog.get_logger()
+_Result = TypeVar("_Result")
+
+Progress = Callable[[str, int, int], None]
+"""Called with the checkpoint's name, the number of its bytes that are here, and its size in bytes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restored:
+    """A checkpoint in its place. `skipped` says why each checkpoint tried before it was not taken."""
+
+    path: Path
+    name: str
+    step: int
+    save: str
+    size_bytes: int
+    downloaded: bool
+    skipped: tuple[str, ...]
+
+
+async def restore(
+    store: StoreWriter,
+    *,
+    checkpoint_directory: Path,
+    volume: Path,
+    state_directory: Path,
+    attempt: str = "",
+    place: str = "",
+    node_rank: int = 0,
+    concurrency: int = 8,
+    size_limit_bytes: int = 0,
+    pin_timeout_seconds: float = 1800.0,
+    on_progress: Progress = lambda name, done_bytes, total_bytes: None,
+) -> Restored | None:
+    """Put the newest restorable checkpoint into `checkpoint_directory`. Returns None if the run starts from nothing.
+
+    With an `attempt`, all pods of a start of it get the same checkpoint. `place` is the pod's in the job, the same for
+    its replacement; it tells the next start from this one. `size_limit_bytes` is the emptyDir's limit; 0 means none.
+    Raises StoreError, VolumeError or RequestError; then only Keepstep's own folder has changed. CHECKPOINT_CORRUPT
+    means that there are checkpoints and none can be restored.
+    """
+    for name, word in (("attempt", attempt), ("place", place)):
+        if word:
+            check_token(word, name)
+    agreement = (
+        Agreement(
+            store,
+            attempt,
+            partial(newest_committed, store),
+            place=place,
+            node_rank=node_rank,
+            timeout_seconds=pin_timeout_seconds,
+        )
+        if attempt
+        else None
+    )
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="keepstep-restore-disk") as disk:
+        local = LocalCopies(volume, checkpoint_directory, state_directory)
+        step = _InitStep(
+            store,
+            local,
+            partial(download, volume=volume, size_limit_bytes=size_limit_bytes, disk=disk, concurrency=concurrency),
+            partial(
+                _complete,
+                local=local,
+                volume=volume,
+                size_limit_bytes=size_limit_bytes,
+                disk=disk,
+                concurrency=concurrency,
+            ),
+            disk,
+            on_progress,
+        )
+        return await step.run(attempt, agreement)
+
+
+class _InitStep:
+    """One restore."""
+
+    def __init__(
+        self,
+        store: StoreWriter,
+        local: LocalCopies,
+        fetch: Callable[..., Awaitable[None]],
+        complete: Callable[..., Awaitable[None]],
+        disk: Executor,
+        on_progress: Progress,
+    ) -> None:
+        self._store = store
+        self._local = local
+        self._fetch = fetch
+        self._complete = complete
+        self._disk = disk
+        self._on_progress = on_progress
+        self._candidates = Candidates(store, partial(list_committed, store))
+
+    async def run(self, attempt: str, agreement: Agreement | None) -> Restored | None:
+        await self._on_disk(self._local.prepare)
+        while True:  # ends: another round follows only if another pod has begun a generation meanwhile
+            pin = await agreement.join() if agreement else None
+            checkpoint, downloaded = await self._gather(pin)
+            try:
+                if agreement and pin is None and not await agreement.begin(_pin_for(attempt, checkpoint)):
+                    _log.info("restore.follows_another_pod", attempt=attempt)
+                    continue
+                restored = await self._install(checkpoint, downloaded) if checkpoint else None
+                if agreement:
+                    await agreement.take_place()
+                return restored
+            finally:
+                if checkpoint:
+                    await self._on_disk(partial(self._local.discard, checkpoint))
+
+    async def _gather(self, pin: Pin | None) -> tuple[CommittedCheckpoint | None, bool]:
+        """Return the checkpoint to resume from, whole and verified on this disk, and whether it was downloaded."""
+        committed = await newest_committed(self._store)
+        if not committed and pin is None:
+            await refuse_fresh_start(self._store)
+        return await self._candidates.first(committed, self._gather_one, pin=pin) or (None, False)
+
+    async def _gather_one(self, checkpoint: CommittedCheckpoint) -> tuple[CommittedCheckpoint, bool]:
+        if await self._on_disk(partial(self._local.holds, checkpoint)):
+            # Its bytes at the destination were not read, so a note of damage to them stays.
+            return checkpoint, False
+        await self._download(checkpoint)
+        return checkpoint, True
+
+    async def _download(self, checkpoint: CommittedCheckpoint) -> None:
+        """Download all of a checkpoint. Its bytes are then known to be good, so a note of damage to them goes."""
+        on_progress = partial(self._on_progress, checkpoint.marker.info.name)
+        try:
+            if await self._on_disk(partial(self._local.is_recorded, checkpoint)):
+                await self._complete(self._store, checkpoint, on_progress=on_progress)
+            else:
+                incoming = self._local.incoming(checkpoint)
+                await self._fetch(self._store, checkpoint, incoming, on_progress=on_progress)
+        except BaseException:
+            await self._on_disk(partial(self._local.discard, checkpoint))
+            raise
+        await clear_damage(self._store, checkpoint.marker.info.save)
+
+    async def _install(self, checkpoint: CommittedCheckpoint, downloaded: bool) -> Restored:
+        await self._on_disk(partial(self._local.install if downloaded else self._local.record, checkpoint))
+        info = checkpoint.marker.info
+        size_bytes = checkpoint.size_bytes
+        _log.info("restore.done", step=info.step, save=info.save, downloaded=downloaded, size_bytes=size_bytes)
+        return Restored(
+            path=self._local.place(checkpoint),
+            name=info.name,
+            step=info.step,
+            save=info.save,
+            size_bytes=size_bytes,
+            downloaded=downloaded,
+            skipped=tuple(self._candidates.failures.values()),
+        )
+
+    async def _on_disk(self, work: Callable[[], _Result]) -> _Result:
+        return await asyncio.get_running_loop().run_in_executor(self._disk, work)
+
+
+async def _complete(
+    store: StoreWriter,
+    checkpoint: CommittedCheckpoint,
+    *,
+    local: LocalCopies,
+    volume: Path,
+    size_limit_bytes: int,
+    disk: Executor,
+    concurrency: int,
+    on_progress: Callable[[int, int], None],
+) -> None:
+    """Download what this volume lacks of a checkpoint that its pod has contributed to, or that was damaged here."""
+    copy = PartialCopy(store, checkpoint, local, volume, disk)
+    await copy.prepare()
+    pieces = copy.all_pieces()
+    await copy.check_room(pieces, size_limit_bytes)
+    total_bytes = sum(map(copy.size_bytes, pieces))
+    done_bytes = 0
+
+    async def bring(piece: Piece) -> None:
+        nonlocal done_bytes
+        await copy.bring(piece)
+        done_bytes += copy.size_bytes(piece)
+        on_progress(done_bytes, total_bytes)
+
+    await for_each(pieces, bring, at_once=concurrency)
+    await copy.make_durable()
+
+
+def _pin_for(attempt: str, checkpoint: CommittedCheckpoint | None) -> Pin:
+    if checkpoint is None:
+        return Pin(attempt=attempt)
+    committed = checkpoint.committed
+    return Pin(attempt=attempt, step=committed.step, save=committed.save, marker=committed.key)

@@ -1,0 +1,321 @@
+"""Restores the newest snapshots: the files of programs that announce nothing, in the directories where they were.
+
+A pod gets the newest snapshot of its own node, and of every other node's newest snapshot the files that its own does
+not have: as on a shared filesystem, where rank 0 writes and all read. Snapshots do not follow the attempt's pin. Nodes
+that do not know of each other commit by themselves, so no snapshot of one node belongs to one of another, and each pod
+takes the newest of all.
+
+Invariants: everything is downloaded and verified before the first file is put in place; damage to one snapshot leads to
+the next older one of its series; the mirror's base is written last, so an interrupted restore begins again.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Final, TypeVar
+
+import structlog
+
+from keepstep_agent.adapters.output.mirror_state import read_base, write_base
+from keepstep_agent.adapters.volume.errors import volume_error
+from keepstep_agent.catalog.damage import clear_damage
+from keepstep_agent.catalog.markers import list_snapshots
+from keepstep_agent.catalog.reading import CommittedCheckpoint
+from keepstep_agent.core.errors import ErrorKind, StoreError
+from keepstep_agent.core.mirror.base import MirrorBase, series_of
+from keepstep_agent.core.model import Fingerprint
+from keepstep_agent.core.policies.restore_choice import CommittedSave
+from keepstep_agent.ports import StoreWriter
+from keepstep_agent.restore.candidates import Candidates
+from keepstep_agent.restore.download import download
+from keepstep_agent.restore.init_step import Progress
+from keepstep_agent.restore.output_files import OutputFiles, Placed
+from keepstep_agent.restore.snapshot_selection import (
+    Selection,
+    TakenPaths,
+    entries_of,
+    is_newer,
+    label_of,
+    next_base,
+    select_other,
+    select_own,
+    snapshot_id,
+)
+
+_log: structlog.typing.FilteringBoundLogger = structlog.get_logger()
+_Result = TypeVar("_Result")
+
+_SHOWN_NAMES: Final = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestoredSnapshot:
+    """What was taken of one node's snapshot. Its `number` is when it was taken, in unix seconds.
+
+    `put_in_place`: all that it has for one of `directories`; otherwise only what was broken or outdated there.
+    """
+
+    series: str
+    save: str
+    number: int
+    files: int
+    size_bytes: int
+    put_in_place: bool
+    directories: tuple[Path, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestoredSnapshots:
+    """What was restored of all snapshots, this node's own first.
+
+    `left` are the directories that have this run's files. `skipped` says why each snapshot tried before was not taken.
+    """
+
+    snapshots: tuple[RestoredSnapshot, ...]
+    left: tuple[Path, ...]
+    warnings: tuple[str, ...]
+    skipped: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Gathered:
+    """What was selected of a snapshot; the files lie in the folder `source` of the volume."""
+
+    committed: CommittedSave
+    selection: Selection
+    source: str
+
+
+async def restore_snapshots(
+    store: StoreWriter,
+    *,
+    volume: Path,
+    directories: Sequence[str],
+    state_directory: Path,
+    node_rank: int = 0,
+    concurrency: int = 8,
+    size_limit_bytes: int = 0,
+    on_progress: Progress = lambda name, done_bytes, total_bytes: None,
+) -> RestoredSnapshots | None:
+    """Put the files of the newest snapshots into the output directories. Returns None if there is no snapshot.
+
+    `size_limit_bytes` is the emptyDir's limit; 0 means none. Raises StoreError, VolumeError or RequestError.
+    CHECKPOINT_CORRUPT means that there are snapshots of a node and none can be restored.
+    """
+    if not directories:
+        return None
+    committed = await list_snapshots(store)
+    if not committed:
+        return None
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="keepstep-restore-disk") as disk:
+        restoring = _SnapshotRestore(
+            store,
+            OutputFiles(volume, directories, state_directory),
+            partial(download, volume=volume, size_limit_bytes=size_limit_bytes, disk=disk, concurrency=concurrency),
+            disk,
+            on_progress,
+        )
+        base = await restoring.on_disk(partial(read_base, volume, state_directory))
+        try:
+            await restoring.gather(committed, series_of(node_rank), base)
+            following = await restoring.on_disk(partial(restoring.put, base))
+            if following is not None:
+                await restoring.on_disk(partial(_write_base, volume, state_directory, following))
+        finally:
+            await restoring.discard()
+        return restoring.result()
+
+
+class _SnapshotRestore:
+    """One restore: `gather`, then `put`."""
+
+    def __init__(
+        self,
+        store: StoreWriter,
+        output: OutputFiles,
+        fetch: Callable[..., Awaitable[None]],
+        disk: Executor,
+        on_progress: Progress,
+    ) -> None:
+        self._store = store
+        self._output = output
+        self._fetch = fetch
+        self._disk = disk
+        self._on_progress = on_progress
+        self._own: CommittedCheckpoint | None = None
+        self._gathered: list[_Gathered] = []
+        self._fetched: set[str] = set()
+        self._warnings: list[str] = []
+        self._skipped: list[str] = []
+
+    async def gather(self, committed: dict[str, tuple[CommittedSave, ...]], own: str, base: MirrorBase) -> None:
+        """Download what is needed of the newest snapshot of each series, the own one first."""
+        await self.on_disk(self._output.prepare)
+        if own in committed:
+            is_known = base.snapshot is not None and base.snapshot.series == own
+
+            async def take_own(checkpoint: CommittedCheckpoint) -> _Gathered:
+                gathered = await self._take(checkpoint, partial(select_own, self._output, base))
+                self._own = checkpoint
+                return gathered
+
+            await self._gather_series(committed[own], take_own, must=not is_known)
+        own_id = snapshot_id(self._own) if self._own else None
+        taken = TakenPaths()
+        if self._own is not None:
+            taken.add(entry.path for entry in entries_of(self._own))
+        if not (own_id and is_newer(own_id, base)):
+            taken.add((*base.files, *base.links))
+        for series, saves in committed.items():
+            if series == own:
+                continue
+            paths: list[str] = []
+
+            async def take_other(checkpoint: CommittedCheckpoint, paths: list[str] = paths) -> _Gathered:
+                select = partial(select_other, self._output, base, own_id, taken, self._conflicts())
+                gathered = await self._take(checkpoint, select)
+                paths[:] = [entry.path for entry in entries_of(checkpoint)]
+                return gathered
+
+            await self._gather_series(saves, take_other, must=not (base.snapshot or base.others))
+            taken.add(paths)
+
+    def put(self, base: MirrorBase) -> MirrorBase | None:
+        """Put everything in place that was gathered. Return the base that follows; None if nothing has changed."""
+        conflicts = self._conflicts()
+        self._gathered = [replace(one, selection=one.selection.without(conflicts)) for one in self._gathered]
+        looks: dict[str, Fingerprint] = self._output.put(
+            [
+                Placed(entry=entry, source=source)
+                for one in self._gathered
+                for entries, source in ((one.selection.wanted, one.source), (one.selection.here, ""))
+                for entry in entries
+            ]
+        )
+        self._warn()
+        if not any(one.selection.chosen for one in self._gathered):
+            return None
+        own = self._gathered[0].selection if self._own else None
+        others = self._gathered[1:] if self._own else self._gathered
+        return next_base(base, self._own, own, looks, (entry.path for one in others for entry in one.selection.chosen))
+
+    def result(self) -> RestoredSnapshots:
+        left = {label for one in self._gathered for label in one.selection.left}
+        return RestoredSnapshots(
+            snapshots=tuple(self._restored(one) for one in self._gathered),
+            left=tuple(path for label, path in self._output.directories.items() if label in left),
+            warnings=tuple(self._warnings),
+            skipped=tuple(self._skipped),
+        )
+
+    async def discard(self) -> None:
+        """Remove what was downloaded and not put in place."""
+        for series in self._fetched:
+            await asyncio.shield(self.on_disk(partial(self._output.discard, series)))
+
+    async def on_disk(self, work: Callable[[], _Result]) -> _Result:
+        return await asyncio.get_running_loop().run_in_executor(self._disk, work)
+
+    async def _gather_series(
+        self,
+        committed: Sequence[CommittedSave],
+        take: Callable[[CommittedCheckpoint], Awaitable[_Gathered]],
+        *,
+        must: bool,
+    ) -> None:
+        """Gather the newest snapshot of a series that can be restored. Without `must` it is no error if none can."""
+        series = committed[0].series
+
+        async def relist() -> Sequence[CommittedSave]:
+            return (await list_snapshots(self._store)).get(series, ())
+
+        candidates = Candidates(self._store, relist)
+        try:
+            gathered = await candidates.first(committed, take)
+        except StoreError as error:
+            if must or error.kind is not ErrorKind.CHECKPOINT_CORRUPT:
+                raise
+            self._warnings.append(f"of {series} {error}; what is here stays as it is")
+            return
+        self._skipped += candidates.failures.values()
+        if gathered is not None:
+            self._gathered.append(gathered)
+
+    async def _take(
+        self, checkpoint: CommittedCheckpoint, select: Callable[[CommittedCheckpoint], Selection]
+    ) -> _Gathered:
+        info = checkpoint.marker.info
+        selection = await self.on_disk(partial(select, checkpoint))
+        wanted = {entry.path for entry in selection.wanted}
+        files = tuple(file for file in checkpoint.files if file.entry.path in wanted)
+        source = self._output.incoming(info.name, info.save)
+        if files:
+            _log.info("restore.snapshot", series=info.name, number=info.step, save=info.save, files=len(files))
+            self._fetched.add(info.name)
+            try:
+                await self._fetch(
+                    self._store,
+                    replace(checkpoint, files=files),
+                    source,
+                    on_progress=partial(self._on_progress, f"snapshot of {info.name}"),
+                )
+            except BaseException:
+                # Now, because the next older snapshot needs the space.
+                await self.on_disk(partial(self._output.discard, info.name))
+                raise
+            if len(files) == len(checkpoint.files):
+                await clear_damage(self._store, info.save)
+        return _Gathered(committed=checkpoint.committed, selection=selection, source=source)
+
+    def _restored(self, gathered: _Gathered) -> RestoredSnapshot:
+        committed, selection = gathered.committed, gathered.selection
+        labels = {label_of(entry.path) for entry in selection.chosen}
+        return RestoredSnapshot(
+            series=committed.series,
+            save=committed.save,
+            number=committed.step,
+            files=len(selection.chosen),
+            size_bytes=sum(entry.size_bytes for entry in selection.chosen),
+            put_in_place=bool(labels - selection.left),
+            directories=tuple(path for label, path in self._output.directories.items() if label in labels),
+        )
+
+    def _conflicts(self) -> dict[str, str]:
+        return {label: path for one in self._gathered for label, path in one.selection.conflicts.items()}
+
+    def _warn(self) -> None:
+        selections = [one.selection for one in self._gathered]
+        for label, path in self._conflicts().items():
+            self._warnings.append(
+                f"{self._output.directories[label]} has files that are not of the newest snapshot "
+                f"(e.g. {self._output.place(path)}): it is left alone; remove them, or the directory, to have the "
+                "snapshot restored"
+            )
+        if unknown := {label for one in selections for label in one.unknown}:
+            self._warnings.append(
+                f"the snapshot has files of {_some(unknown)}, which is not watched: they are not restored; "
+                "give the directory with --watch"
+            )
+        if reserved := {str(self._output.place(path)) for one in selections for path in one.reserved}:
+            self._warnings.append(
+                f"Keepstep keeps its own files where the snapshot has {_some(reserved)}: not restored"
+            )
+        if broken := {str(self._output.place(path)) for one in selections for path in one.broken}:
+            self._warnings.append(
+                f"{_some(broken)} was not complete, as its format shows: it is replaced by what the snapshot has"
+            )
+
+
+def _some(names: Collection[str]) -> str:
+    more = f" (and {len(names) - _SHOWN_NAMES} more)" if len(names) > _SHOWN_NAMES else ""
+    return ", ".join(sorted(names)[:_SHOWN_NAMES]) + more
+
+
+def _write_base(volume: Path, state_directory: Path, base: MirrorBase) -> None:
+    try:
+        write_base(volume, state_directory, base)
+    except OSError as error:
+        raise volume_error(error, f"writing the state directory {state_directory}") from error

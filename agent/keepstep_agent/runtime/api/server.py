@@ -1,0 +1,328 @@
+"""Serves the gRPC API on the volume's unix socket: calls become events, and the state becomes answers. Decides nothing.
+
+A call that changes something is answered only after its event is journaled and applied. `errors.py` maps errors and
+refuses requests beyond the limits. Invariant: an agent that ends leaves no socket behind, and one that starts replaces
+the socket of a killed agent.
+"""
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import grpc
+import structlog
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from keepstep_agent import __version__
+from keepstep_agent.core.agent import disk_pressure, drain
+from keepstep_agent.core.agent.checkpoint import Checkpoint
+from keepstep_agent.core.agent.events import ObjectiveGiven, RankRegistered, SaveAborted, SaveBegun, SaveRequested
+from keepstep_agent.core.errors import ErrorKind, KeepstepError, RequestError, printable
+from keepstep_agent.core.settings.checks import LEAST_RECOVERY_POINT_SECONDS
+from keepstep_agent.core.stored.object_layout import check_token
+from keepstep_agent.ports import Clock
+from keepstep_agent.restore.partial_copy import FileRange
+from keepstep_agent.runtime.api.errors import ErrorsAnswered
+from keepstep_agent.runtime.engine import status
+from keepstep_agent.runtime.engine.engine import Engine
+from keepstep_agent.runtime.engine.telemetry import RefusalLog
+from keepstep_agent.runtime.monitors.monitors import Monitors
+from keepstep_agent.runtime.monitors.ranks import LiveRanks
+from keepstep_agent.runtime.work.announcements import Announcement, Announcements
+from keepstep_agent.runtime.work.fetches import Fetches
+from keepstep_api.names import API_VERSION, socket_address
+from keepstep_api.v1 import agent_pb2, agent_pb2_grpc
+
+_DEFAULT_STATUS_INTERVAL_MS = 500
+log = structlog.get_logger("keepstep.api")
+
+
+class AgentService(agent_pb2_grpc.AgentServicer):
+    """The servicer of `keepstep.v1.Agent`."""
+
+    def __init__(
+        self,
+        *,
+        engine: Engine,
+        clock: Clock,
+        announcements: Announcements,
+        fetches: Fetches,
+        live_ranks: LiveRanks,
+        monitors: Monitors,
+    ) -> None:
+        self._engine = engine
+        self._clock = clock
+        self._announcements = announcements
+        self._fetches = fetches
+        self._live_ranks = live_ranks
+        self._monitors = monitors
+        self._refusals = RefusalLog()
+        self._said_version = False
+
+    async def Register(self, request: agent_pb2.RegisterRequest, context: Any) -> agent_pb2.RegisterResponse:
+        await self._register(request)
+        if 0 < request.recovery_point_seconds < LEAST_RECOVERY_POINT_SECONDS:
+            raise RequestError(
+                ErrorKind.BAD_REQUEST,
+                f"recovery_point_seconds is {request.recovery_point_seconds:g}",
+                hint=f"give {LEAST_RECOVERY_POINT_SECONDS:g} or more, or 0 for none",
+            )
+        if request.recovery_point_seconds:
+            await self._engine.submit(
+                ObjectiveGiven(
+                    at=self._clock.now(),
+                    recovery_point_seconds=request.recovery_point_seconds,
+                    max_overhead=request.max_overhead,
+                )
+            )
+        if request.api_version not in (0, API_VERSION) and not self._said_version:
+            self._said_version = True
+            log.warning(
+                "client.other_version",
+                client=printable(request.client),
+                client_api=request.api_version,
+                agent_api=API_VERSION,
+                hint="what both support works; update the older one, see docs/compatibility.md",
+            )
+        await self._monitors.look_at_ranks()
+        state = self._engine.state
+        newest, objective = state.newest_committed, state.save_requests.objective(state.settings.objective)
+        return agent_pb2.RegisterResponse(
+            agent_version=__version__,
+            volume=state.settings.volume,
+            newest_committed=status.describe_checkpoint(newest) if newest else None,
+            terminating=state.termination.noticed,
+            api_version=API_VERSION,
+            recovery_point_seconds=objective.recovery_point_seconds if objective else 0.0,
+        )
+
+    async def BeginSave(self, request: agent_pb2.BeginSaveRequest, context: Any) -> agent_pb2.BeginSaveResponse:
+        kind = status.kind_from_wire(request.kind)
+        attempt = check_token(request.attempt, "attempt") if request.attempt else secrets.token_hex(4)
+        save = check_token(request.save, "save id") if request.save else f"{attempt}-{secrets.token_hex(4)}"
+        state = self._engine.state
+        if save in state.begun:
+            # The answer was lost and the client asks again: a save must not be refused for the room kept for itself.
+            return agent_pb2.BeginSaveResponse(
+                admitted=True, save=save, budget_bytes=disk_pressure.budget_bytes(state) or 0
+            )
+        verdict = await self._monitors.admit(kind, request.size_bytes)
+        budget_bytes = disk_pressure.budget_bytes(state) or 0
+        if not verdict.admitted:
+            self._refusals.refused(request.attempt, request.step, kind, verdict.reason)
+            return agent_pb2.BeginSaveResponse(admitted=False, reason=verdict.reason, budget_bytes=budget_bytes)
+        size_bytes = request.size_bytes or disk_pressure.forecast_bytes(state)
+        begun = SaveBegun(at=self._clock.now(), save=save, attempt=attempt, step=request.step, size_bytes=size_bytes)
+        try:
+            await self._engine.submit(begun)
+        except asyncio.CancelledError:
+            # The caller has stopped waiting, so it will never say what became of this save.
+            self._engine.post(SaveAborted(at=self._clock.now(), save=save))
+            raise
+        return agent_pb2.BeginSaveResponse(admitted=True, save=save, budget_bytes=budget_bytes)
+
+    async def AnnounceCheckpoint(
+        self, request: agent_pb2.AnnounceCheckpointRequest, context: Any
+    ) -> agent_pb2.AnnounceCheckpointResponse:
+        checkpoint = await self._announcements.announce(
+            Announcement(
+                path=request.path,
+                step=request.step,
+                name=request.name,
+                kind=status.kind_from_wire(request.kind),
+                save=request.save,
+                attempt=request.attempt,
+                rank=request.rank,
+                world_size=max(1, request.world_size),
+                local_world_size=max(1, request.local_world_size),
+                files=tuple(request.files),
+                stall_seconds=request.stall_seconds,
+                units=tuple((check_token(one.name, "unit"), one.done) for one in request.units),
+            )
+        )
+        return agent_pb2.AnnounceCheckpointResponse(
+            save=checkpoint.info.save,
+            phase=status.phase_to_wire(checkpoint.phase),
+            size_bytes=checkpoint.size_bytes,
+            file_count=checkpoint.file_count,
+        )
+
+    async def AbortSave(self, request: agent_pb2.AbortSaveRequest, context: Any) -> agent_pb2.AbortSaveResponse:
+        await self._engine.submit(SaveAborted(at=self._clock.now(), save=request.save))
+        return agent_pb2.AbortSaveResponse()
+
+    async def RequestSave(self, request: agent_pb2.RequestSaveRequest, context: Any) -> agent_pb2.RequestSaveResponse:
+        await self._monitors.look_at_ranks()
+        await self._engine.submit(SaveRequested(at=self._clock.now()))
+        return agent_pb2.RequestSaveResponse(ranks=len(self._engine.state.alive_ranks))
+
+    async def NotifyTermination(
+        self, request: agent_pb2.NotifyTerminationRequest, context: Any
+    ) -> agent_pb2.NotifyTerminationResponse:
+        if request.trainers_gone:
+            await self._monitors.drain_after_program(failed_at=request.trainers_failed_at or None)
+        else:
+            await self._monitors.notice_termination(request.source or "api", request.grace_seconds)
+        return agent_pb2.NotifyTerminationResponse(deadline=drain.deadline(self._engine.state) or 0.0)
+
+    async def GetStatus(self, request: agent_pb2.GetStatusRequest, context: Any) -> agent_pb2.Status:
+        return self._status()
+
+    async def WatchStatus(self, request: agent_pb2.WatchStatusRequest, context: Any) -> AsyncIterator[agent_pb2.Status]:
+        interval_seconds = (request.interval_ms or _DEFAULT_STATUS_INTERVAL_MS) / 1000
+        while True:
+            seen = self._engine.revision
+            yield self._status()
+            await asyncio.sleep(interval_seconds)
+            if self._fetches.progress() is None:
+                await self._engine.next_change(seen)
+
+    async def WaitCommitted(
+        self, request: agent_pb2.WaitCommittedRequest, context: Any
+    ) -> agent_pb2.WaitCommittedResponse:
+        checkpoint = self._find(request.save)
+        await self._engine.until(lambda state: checkpoint.ended)
+        if not checkpoint.durable:
+            raise RequestError(
+                ErrorKind.CHECKPOINT_FAILED,
+                f"{checkpoint.info.name} is {checkpoint.phase}: {checkpoint.reason}",
+                hint=checkpoint.hint or "a newer checkpoint replaces it",
+            )
+        return agent_pb2.WaitCommittedResponse(checkpoint=status.describe_checkpoint(checkpoint))
+
+    async def ListCheckpoints(
+        self, request: agent_pb2.ListCheckpointsRequest, context: Any
+    ) -> agent_pb2.ListCheckpointsResponse:
+        return agent_pb2.ListCheckpointsResponse(checkpoints=status.describe_all(self._engine.state))
+
+    async def ListRestorable(
+        self, request: agent_pb2.ListRestorableRequest, context: Any
+    ) -> agent_pb2.ListRestorableResponse:
+        found = await self._fetches.restorable(request.wait_ms / 1000)
+        return agent_pb2.ListRestorableResponse(
+            ready=found.committed is not None,
+            checkpoints=[agent_pb2.RestorableCheckpoint(step=one.step, save=one.save) for one in found.committed or ()],
+            storage_error=found.storage_error,
+        )
+
+    async def Fetch(self, request: agent_pb2.FetchRequest, context: Any) -> agent_pb2.FetchResponse:
+        if request.whole and request.ranges:
+            raise RequestError(
+                ErrorKind.BAD_REQUEST, "ask for the whole checkpoint or for ranges", hint="set one of whole and ranges"
+            )
+        progress = await self._fetches.fetch(
+            check_token(request.save, "save id"),
+            [
+                FileRange(path=one.path, offset_bytes=one.offset_bytes, length_bytes=one.length_bytes)
+                for one in request.ranges
+            ],
+            whole=request.whole,
+            wait_seconds=request.wait_ms / 1000,
+        )
+        lists_files = sum(len(path.encode()) for path in progress.files) <= _LISTED_BYTES
+        return agent_pb2.FetchResponse(
+            done=progress.path is not None,
+            path=str(progress.path or ""),
+            done_bytes=progress.done_bytes,
+            total_bytes=progress.total_bytes,
+            storage_error=progress.storage_error,
+            files=progress.files if lists_files else (),
+        )
+
+    async def Attach(self, request: agent_pb2.AttachRequest, context: Any) -> AsyncIterator[agent_pb2.SaveRequest]:
+        await self._register(request)
+        with self._live_ranks.attached(request.local_rank) as requests:
+            await self._monitors.look_at_ranks()
+            try:
+                while True:
+                    yield await requests.get()
+            finally:
+                self._monitors.look_soon()
+
+    async def _register(self, request: agent_pb2.RegisterRequest | agent_pb2.AttachRequest) -> None:
+        """Record which rank a local rank is."""
+        world_size = max(1, request.world_size)
+        if request.rank >= world_size:
+            raise RequestError(
+                ErrorKind.BAD_REQUEST,
+                f"rank {request.rank} does not exist in a world of {world_size}",
+                hint="ranks count from 0 to world_size - 1",
+            )
+        registered = RankRegistered(at=self._clock.now(), local_rank=request.local_rank, rank=request.rank)
+        await self._engine.submit(registered, lambda state: state.ranks.get(registered.local_rank) != registered.rank)
+
+    def _status(self) -> agent_pb2.Status:
+        described = status.describe(self._engine.state, self._clock.now())
+        progress = self._fetches.progress()
+        if progress is not None:
+            described.fetching.CopyFrom(
+                agent_pb2.Fetching(
+                    save=progress.save,
+                    step=progress.step,
+                    done_bytes=progress.done_bytes,
+                    total_bytes=progress.total_bytes,
+                    storage_error=progress.storage_error,
+                )
+            )
+        return described
+
+    def _find(self, save: str) -> Checkpoint:
+        state = self._engine.state
+        checkpoint = state.checkpoints.get(save) if save else state.newest()
+        if checkpoint is None:
+            raise RequestError(
+                ErrorKind.UNKNOWN_SAVE,
+                f"this agent does not know save {save!r}" if save else "no checkpoint has been announced yet",
+                hint="ListCheckpoints returns the saves that it knows; `keepstep ls` lists those in the bucket",
+            )
+        return checkpoint
+
+
+_LISTED_BYTES: Final = 2 * 1024**2
+"""How long the paths of the files that an answer lists are at most: a client takes 4 MiB."""
+_SOCKET_MODE: Final = 0o660
+_STOP_SERVING_SECONDS: Final = 0.2
+
+
+@asynccontextmanager
+async def serve_grpc(service: AgentService, socket: Path) -> AsyncIterator[None]:
+    """Serve the API, with standard health and reflection, on a unix socket that the trainer's group may use."""
+    server = grpc.aio.server(interceptors=[ErrorsAnswered()], options=[("grpc.so_reuseport", 0)])
+    agent_pb2_grpc.add_AgentServicer_to_server(service, server)  # type: ignore[no-untyped-call]  # generated code
+    health_service = health.aio.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(health_service, server)
+    name = agent_pb2.DESCRIPTOR.services_by_name["Agent"].full_name
+    reflection.enable_server_reflection([name, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
+    try:
+        _make_way(socket)
+        server.add_insecure_port(socket_address(socket))
+        await server.start()
+        _share(socket)
+    except (OSError, RuntimeError) as error:
+        raise KeepstepError(
+            ErrorKind.BAD_CONFIGURATION,
+            f"cannot serve on the socket {socket}: {error}",
+            hint="another agent may be running on this volume; or set --socket to a path in a writable directory",
+        ) from error
+    for service_name in ("", name):
+        await health_service.set(service_name, health_pb2.HealthCheckResponse.SERVING)
+    try:
+        yield
+    finally:
+        await server.stop(_STOP_SERVING_SECONDS)
+        _make_way(socket)
+
+
+def _share(socket: Path) -> None:
+    """Let the trainer's group use the socket, whatever the umask."""
+    socket.chmod(_SOCKET_MODE)
+
+
+def _make_way(socket: Path) -> None:
+    """Remove a socket that an earlier agent left behind."""
+    socket.parent.mkdir(parents=True, exist_ok=True)
+    socket.unlink(missing_ok=True)

@@ -1,0 +1,69 @@
+"""How log lines are written, by the agent and by commands, and lines for people.
+
+Invariant: nothing here raises because the reader is gone, as on a closed pipe.
+"""
+
+import contextlib
+import io
+import logging
+import sys
+from typing import TextIO, cast
+
+import structlog
+
+from keepstep_agent.core.errors import printable
+
+
+def configure_logs(log_format: str) -> None:
+    """Log one line per event on stderr: a constant event name and its fields."""
+    renderers: list[structlog.typing.Processor] = (
+        [structlog.processors.JSONRenderer()]
+        if log_format == "json"
+        else [_without_controls, structlog.dev.ConsoleRenderer(colors=False)]
+    )
+    structlog.configure(
+        processors=[
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            structlog.processors.format_exc_info,
+            *renderers,
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
+        # The program of a run writes to stderr too. A line and its end are one write, so that lines do not mix.
+        logger_factory=structlog.WriteLoggerFactory(file=_stderr()),
+        cache_logger_on_first_use=False,
+    )
+
+
+def _without_controls(_logger: object, _method: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
+    """Escape control characters, which a terminal obeys: names and messages may be anybody's. Tracebacks keep lines."""
+    for key, value in event.items():
+        if isinstance(value, str) and not value.isprintable():
+            event[key] = "\n".join(printable(line) for line in (value.split("\n") if key == "exception" else [value]))
+    return event
+
+
+def say(line: str) -> None:
+    """Write a line for people to stderr."""
+    stderr = _stderr()
+    stderr.write(f"{line}\n")
+    stderr.flush()
+
+
+class _UnheardStderr(io.TextIOBase):
+    """Writes to the current `sys.stderr`. Drops what cannot be written: there is no other place to report it."""
+
+    def write(self, text: str) -> int:
+        if sys.stderr is not None:
+            with contextlib.suppress(OSError, ValueError):
+                sys.stderr.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        if sys.stderr is not None:
+            with contextlib.suppress(OSError, ValueError):
+                sys.stderr.flush()
+
+
+def _stderr() -> TextIO:
+    return cast(TextIO, _UnheardStderr())

@@ -1,0 +1,214 @@
+"""Reports a pod's checkpoints to Kubernetes: a few Events, and an annotation with the newest committed checkpoint.
+
+Nothing in the agent waits for it: news is queued in the engine's turn and sent slowly by a task of its own. If the
+queue is full, the oldest is dropped. What the service account may not do is logged once and then left out.
+"""
+
+import asyncio
+import json
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from concurrent.futures import Executor
+from contextlib import asynccontextmanager
+from datetime import UTC, datetime
+from typing import Final, ParamSpec
+
+import structlog
+
+from keepstep_agent.core.agent.events import Committed, Event, Failed, StepSeen, WorkFailed
+from keepstep_agent.core.agent.state import State
+from keepstep_agent.core.errors import ClusterError, ErrorKind
+from keepstep_agent.core.model import Kind
+from keepstep_agent.core.settings.values import ClusterSettings
+from keepstep_agent.ports import Clock, Cluster, EventType, PodEvent
+from keepstep_agent.runtime.work.fetches import FetchProgress
+from keepstep_api.names import ANNOTATION_LAST_COMMITTED
+
+_QUEUE_LIMIT: Final = 32
+_BETWEEN_ANNOTATIONS_SECONDS: Final = 30.0
+_BETWEEN_STORAGE_ERRORS_SECONDS: Final = 300.0
+_BETWEEN_RESTORES_SECONDS: Final = 60.0
+_GIB: Final = 1024**3
+_SHORTEST_PAUSE_SECONDS: Final = 1.0
+_LONGEST_PAUSE_SECONDS: Final = 60.0
+# The process has two seconds to close in, and SIGKILL may be near.
+_LAST_WORDS_SECONDS: Final = 0.5
+
+P = ParamSpec("P")
+
+log = structlog.get_logger("keepstep.cluster")
+
+
+class KubernetesEvents:
+    """`hear` is the engine's listener; `tell` runs for as long as the agent does."""
+
+    def __init__(
+        self,
+        *,
+        cluster: Cluster,
+        clock: Clock,
+        between_annotations_seconds: float = _BETWEEN_ANNOTATIONS_SECONDS,
+        shortest_pause_seconds: float = _SHORTEST_PAUSE_SECONDS,
+        between_restores_seconds: float = _BETWEEN_RESTORES_SECONDS,
+    ) -> None:
+        self._cluster = cluster
+        self._clock = clock
+        self._between_annotations_seconds = between_annotations_seconds
+        self._shortest_pause_seconds = shortest_pause_seconds
+        self._between_restores_seconds = between_restores_seconds
+        self._events: deque[PodEvent] = deque(maxlen=_QUEUE_LIMIT)
+        self._committed = ""
+        self._annotated = ""
+        self._annotate_at = 0.0
+        self._storage_error_at = float("-inf")
+        self._stuck = False
+        self._forbidden: set[str] = set()
+        self._last_problem = ""
+        self._news = asyncio.Event()
+
+    def hear(self, state: State, event: Event) -> None:
+        match event:
+            case Committed() if (found := state.checkpoints.get(event.work.save)) is not None:
+                info = found.info
+                when = datetime.fromtimestamp(event.at, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+                what = {"name": info.name} if info.is_snapshot else {"name": info.name, "step": info.step}
+                self._committed = json.dumps({**what, "at": when})
+                self._news.set()
+                if info.kind is Kind.JUST_IN_TIME:
+                    text = f"{info.name} (step {info.step}) was saved just in time and is committed"
+                    self._note(EventType.NORMAL, "CheckpointCommitted", text, event.at)
+            case Failed():
+                name = state.checkpoints[event.save].info.name if event.save in state.checkpoints else event.save
+                text = f"{name} cannot become durable: {event.reason}; {event.hint}"
+                self._note(EventType.WARNING, "CheckpointLost", text, event.at)
+            case WorkFailed() if state.breaker.is_open:
+                if event.at - self._storage_error_at >= _BETWEEN_STORAGE_ERRORS_SECONDS:
+                    self._storage_error_at = event.at
+                    self._note(EventType.WARNING, "StorageError", f"{event.message}; {event.hint}", event.at)
+            case StepSeen() if state.progress.stuck != self._stuck:
+                self._stuck = state.progress.stuck
+                newest = state.progress.newest
+                if self._stuck and newest is not None:
+                    text = f"no step for {event.at - newest.at:.0f} s, the last was step {newest.step}"
+                    self._note(EventType.WARNING, "TrainerStuck", text, event.at)
+            case _:
+                pass
+
+    async def tell(self) -> None:
+        """Send the news, one call at a time, until cancelled."""
+        pause_seconds = self._shortest_pause_seconds
+        while True:
+            await self._wait_for_news()
+            try:
+                await self._tell_one()
+                pause_seconds = self._shortest_pause_seconds
+            except ClusterError as error:
+                self._say(error)
+                pause_seconds = min(_LONGEST_PAUSE_SECONDS, 2 * pause_seconds)
+            await asyncio.sleep(pause_seconds)
+
+    async def watch_restore(self, progress: Callable[[], FetchProgress | None]) -> None:
+        """Report from time to time how far a restore is that takes long, until cancelled."""
+        while True:
+            await asyncio.sleep(self._between_restores_seconds)
+            now = progress()
+            if now is not None:
+                text = f"step {now.step}: {now.done_bytes / _GIB:.1f} of {now.total_bytes / _GIB:.1f} GiB are here"
+                event_type = EventType.WARNING if now.storage_error else EventType.NORMAL
+                trouble = f"; {now.storage_error}" if now.storage_error else ""
+                self._note(event_type, "RestoreProgress", f"{text}{trouble}", self._clock.now())
+
+    async def last_words(self, lost: Sequence[str]) -> None:
+        """Send what is not durable, and the news that is left, at the agent's end. Takes only a moment, or gives up."""
+        for line in lost[:_QUEUE_LIMIT]:
+            self._note(EventType.WARNING, "CheckpointLost", f"not durable: {line}", self._clock.now())
+        self._annotate_at = 0.0
+        try:
+            async with asyncio.timeout(_LAST_WORDS_SECONDS):
+                while await self._tell_one():
+                    pass
+        except (TimeoutError, ClusterError) as error:
+            log.info("kubernetes.not_told", events=len(self._events), error=str(error) or "no time left")
+
+    def _note(self, event_type: EventType, reason: str, message: str, at: float) -> None:
+        self._events.append(PodEvent(event_type=event_type, reason=reason, message=message, at=at))
+        self._news.set()
+
+    async def _wait_for_news(self) -> None:
+        """Wait until there is news that may be sent now."""
+        while not self._events:
+            due_seconds = None
+            if self._committed != self._annotated:
+                due_seconds = max(0.0, self._annotate_at - asyncio.get_running_loop().time())
+                if not due_seconds:
+                    return
+            self._news.clear()
+            try:
+                async with asyncio.timeout(due_seconds):
+                    await self._news.wait()
+            except TimeoutError:
+                return
+
+    async def _tell_one(self) -> bool:
+        """Make one call if there is news; return whether there was. Raises ClusterError, and then keeps the news."""
+        if self._events:
+            event = self._events[0]
+            if not await self._allowed("events", self._cluster.tell, event):
+                self._events.clear()
+            elif self._events and self._events[0] is event:
+                self._events.popleft()
+            return True
+        now = asyncio.get_running_loop().time()
+        committed = self._committed
+        if committed != self._annotated and now >= self._annotate_at:
+            await self._allowed("pods", self._cluster.annotate, ANNOTATION_LAST_COMMITTED, committed)
+            self._annotated, self._annotate_at = committed, now + self._between_annotations_seconds
+            return True
+        return False
+
+    async def _allowed(
+        self, resource: str, call: Callable[P, Awaitable[None]], *arguments: P.args, **more: P.kwargs
+    ) -> bool:
+        if resource in self._forbidden:
+            return False
+        try:
+            await call(*arguments, **more)
+        except ClusterError as error:
+            if error.kind is not ErrorKind.ACCESS_DENIED:
+                raise
+            self._forbidden.add(resource)
+            log.warning("kubernetes.forbidden", resource=resource, error=str(error), hint=error.hint, action="left out")
+            return False
+        self._last_problem = ""
+        return True
+
+    def _say(self, error: ClusterError) -> None:
+        if str(error) != self._last_problem:
+            self._last_problem = str(error)
+            log.warning("kubernetes.unreachable", error=str(error), hint=error.hint)
+
+
+@asynccontextmanager
+async def cluster_news(
+    settings: ClusterSettings, *, clock: Clock, executor: Executor
+) -> AsyncIterator[KubernetesEvents | None]:
+    """Give the reporter while the context is open; None if the settings ask for none or no cluster is known."""
+    if not settings.cluster_events:
+        yield None
+        return
+    if not settings.kubernetes_host or not settings.pod_name:
+        log.error(
+            "cluster.unknown",
+            problem="cluster_events is set, and the API server or the pod's own name is not known",
+            hint="set POD_NAME, POD_NAMESPACE and POD_UID by the downward API, or cluster_events to false",
+        )
+        yield None
+        return
+    # Imported here, because most agents do not report to a cluster.
+    from keepstep_agent.adapters.kubernetes import KubernetesCluster
+
+    cluster = KubernetesCluster(settings, executor)
+    try:
+        yield KubernetesEvents(cluster=cluster, clock=clock)
+    finally:
+        await cluster.close()

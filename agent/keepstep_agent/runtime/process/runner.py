@@ -1,0 +1,262 @@
+"""Runs a program and its agent together, without Kubernetes: `keepstep run`.
+
+Restores first, while the agent's process loads its libraries, then runs the program beside its agent, passes signals
+on, and waits for the drain. Signals are handled from the first moment: before the program runs they end the run; while
+it runs they go to the program; after its end those that mean an end limit the drain to one grace period. The agent has
+its own session, so that Ctrl-C in a terminal reaches only the program. If this runner is killed, the agent notices it
+and asks the trainers to save and leave.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import structlog
+
+from keepstep_agent.adapters.durable_files import opened
+from keepstep_agent.adapters.liveness import RankLocks
+from keepstep_agent.adapters.volume.shared_folders import open_state_directory
+from keepstep_agent.core.errors import ErrorKind, KeepstepError
+from keepstep_agent.core.limits import RECORD_BYTES
+from keepstep_agent.core.settings.values import Settings
+from keepstep_agent.runtime.process.agent_supervisor import AgentSupervisor, Notify, exit_code
+from keepstep_api.names import ENV_RESUME, JUST_IN_TIME_EXIT_CODE, OFF, RESUMED
+
+_RESTORE_END_SECONDS: Final = 10.0
+_BETWEEN_QUESTIONS_SECONDS: Final = 2.0
+_LAUNCHER_MARGIN_SECONDS: Final = 2.0
+_NOTICES: Final = frozenset({signal.SIGTERM, signal.SIGHUP})
+"""The machine is going away; the agent is told at once."""
+_TYPED: Final = frozenset({signal.SIGINT, signal.SIGQUIT})
+"""Mostly from a keyboard; the program may go on."""
+_PROGRAMS_OWN: Final = frozenset({signal.SIGUSR1, signal.SIGUSR2})
+"""The program gives them their meaning (`sbatch --signal=USR1@90`); without a handler it dies of them."""
+_KEEPSTEP: Final = (sys.executable, "-m", "keepstep_agent")
+
+log = structlog.get_logger("keepstep.run")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Resumed:
+    """What the last restore that found a checkpoint has put in place; `written` tells one restore from another."""
+
+    path: str = ""
+    written: tuple[int, ...] = ()
+
+
+class Runner:
+    """One run; make it inside the event loop that runs it.
+
+    `environment` carries the settings to the children; `notify`, `answers` and `is_stuck` talk to the agent.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        command: Sequence[str],
+        *,
+        environment: Mapping[str, str],
+        notify: Notify,
+        answers: Callable[[], bool],
+        is_stuck: Callable[[], bool],
+    ) -> None:
+        self._settings = settings
+        self._command = command
+        self._environment = dict(environment)
+        self._agent = AgentSupervisor(
+            (*_KEEPSTEP, "agent"),
+            environment=self._environment,
+            grace_seconds=settings.termination.grace_seconds,
+            notify=notify,
+            answers=answers,
+        )
+        self._program: asyncio.subprocess.Process | None = None
+        self._is_stuck = is_stuck
+        self._ended_stuck = False
+        self._noticed = False
+        self._interrupted: asyncio.Future[signal.Signals] = asyncio.get_running_loop().create_future()
+
+    async def run(self) -> int:
+        """Return the exit code: the program's own, or 75 if its newest checkpoint is not durable.
+
+        A program that was ended because it was stuck has the code that the settings say. One that failed by itself
+        keeps its code. One that was told to stop, or that left after a just-in-time
+        save, did not: then 75 says that this save is not stored, and 143 that all is. Launchers that are told to stop
+        have codes of their own for it, torchrun 1 or 134. If the restore fails or a signal comes before the program
+        runs, the exit code says that instead.
+        """
+        self._listen()
+        self._agent.load()
+        resume: dict[str, str] = {}
+        if self._settings.restore != OFF:
+            before = await asyncio.to_thread(self._resumed)
+            code = await self._restore()
+            if code:
+                await self._agent.end()
+                return code
+            after = await asyncio.to_thread(self._resumed)
+            if after != before:
+                resume = {ENV_RESUME: after.path}
+        if not await self._start_agent():
+            return exit_code(-self._interrupted.result())
+        code = await self._run_program(resume)
+        assert self._program is not None
+        # Before anything else, because files are judged by their age at that time.
+        ended_at = time.time()
+        has_failed = self._program.returncode not in (0, JUST_IN_TIME_EXIT_CODE)
+        agent_code = await self._agent.drain(failed_at=ended_at if has_failed else 0.0)
+        if agent_code:
+            log.error("run.not_durable", agent_code=agent_code, program_code=code)
+        if self._ended_stuck:
+            return self._settings.progress.stuck_exit_code
+        if code not in (0, JUST_IN_TIME_EXIT_CODE) and not self._noticed:
+            return code
+        return agent_code or (JUST_IN_TIME_EXIT_CODE if code else 0)
+
+    def _listen(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in _NOTICES | _TYPED | _PROGRAMS_OWN:
+            # A signal that our parent has set to ignored, as nohup does, stays ignored for the program too.
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                loop.add_signal_handler(number, self._take, number)
+
+    def _take(self, number: signal.Signals) -> None:
+        """Act on a signal to this run, and log it last: the log's reader may be gone."""
+        if self._program is None:
+            if not self._interrupted.done():
+                self._interrupted.set_result(number)
+        elif self._program.returncode is None:
+            if number not in _TYPED or not _hears_the_terminal(self._program.pid):
+                with contextlib.suppress(ProcessLookupError):
+                    self._program.send_signal(number)
+            if number in _NOTICES:
+                self._noticed = True
+                self._agent.notice(f"runner {number.name}")
+        elif number not in _PROGRAMS_OWN:
+            # The program has ended; limit the agent's drain.
+            self._agent.notice(f"runner {number.name}")
+        log.info("run.signal", signal=number.name)
+
+    async def _restore(self) -> int:
+        # Only the program may write to stdout: somebody may read it.
+        process = await asyncio.create_subprocess_exec(*_KEEPSTEP, "restore", stdout=sys.stderr, env=self._environment)
+        ended = asyncio.create_task(process.wait())
+        if not await self._interrupted_before(ended):
+            return exit_code(ended.result())
+        number = self._interrupted.result()
+        if process.returncode is None:
+            process.send_signal(number)
+            await asyncio.wait({ended}, timeout=_RESTORE_END_SECONDS)
+        if process.returncode is None:
+            process.kill()
+        await ended
+        return exit_code(-number)
+
+    async def _start_agent(self) -> bool:
+        """Start the agent; return False if a signal ended the run first. Raises KeepstepError."""
+        if self._interrupted.done():
+            await self._agent.end()
+            return False
+        starting = asyncio.create_task(self._agent.start())
+        if await self._interrupted_before(starting):
+            await self._agent.end()
+            await asyncio.gather(starting, return_exceptions=True)
+            return False
+        await starting
+        return True
+
+    async def _interrupted_before(self, task: asyncio.Task[Any]) -> bool:
+        """Wait for the task's end or a signal, whichever comes first. Returns whether a signal has come."""
+        either: set[asyncio.Future[Any]] = {task, self._interrupted}
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        return self._interrupted.done()
+
+    def _resumed(self) -> "_Resumed":
+        """Return what restores of this volume have put in place until now. Blocks."""
+        try:
+            with open_state_directory(Path(self._settings.volume), Path(self._settings.state_directory)) as folder:
+                status = folder.status(RESUMED)
+                record = json.loads(folder.read(RESUMED, RECORD_BYTES))
+            path = Path(self._settings.checkpoint_directory) / record["name"]
+        except (OSError, ValueError, LookupError, TypeError):
+            return _Resumed()
+        return _Resumed(path=str(path), written=(status.st_ino, status.st_mtime_ns))
+
+    async def _run_program(self, variables: Mapping[str, str]) -> int:
+        environment = {**self._environment, **variables}
+        try:
+            self._program = await asyncio.create_subprocess_exec(*self._command, env=environment)
+        except OSError as error:
+            await self._agent.end()
+            raise _starting_error(error, self._command[0], self._environment.get("PATH")) from error
+        if self._interrupted.done():
+            # The signal came while the program was being started.
+            self._take(self._interrupted.result())
+        watching = asyncio.create_task(self._end_when_stuck(self._program), name="end when stuck")
+        returned = await self._program.wait()
+        watching.cancel()
+        if self._ended_stuck:
+            await asyncio.to_thread(self._kill_ranks)
+        if -returned in _PROGRAMS_OWN:
+            log.error(
+                "run.program_has_no_handler",
+                signal=signal.Signals(-returned).name,
+                hint="the program died of it and did not save; if `sbatch --signal` sent it, let that send TERM",
+            )
+        return exit_code(returned)
+
+    async def _end_when_stuck(self, program: asyncio.subprocess.Process) -> None:
+        """End the program when the agent says that it is stuck, if the settings want that."""
+        if not self._settings.progress.stuck_exit_code:
+            return
+        while not await asyncio.to_thread(self._is_stuck):  # noqa: ASYNC110 - another process knows
+            await asyncio.sleep(_BETWEEN_QUESTIONS_SECONDS)
+        self._ended_stuck = True
+        seconds = self._settings.termination.grace_seconds
+        log.error(
+            "run.stuck",
+            grace_seconds=seconds,
+            exit_code=self._settings.progress.stuck_exit_code,
+            hint="the program is ended, because it makes no steps",
+        )
+        with contextlib.suppress(ProcessLookupError):
+            program.terminate()
+        # A launcher gives its ranks as long, and should end them itself.
+        await asyncio.sleep(seconds + _LAUNCHER_MARGIN_SECONDS)
+        with contextlib.suppress(ProcessLookupError):
+            program.kill()
+
+    def _kill_ranks(self) -> None:
+        """Kill the stuck ranks that the program has left behind: they do not hear SIGTERM. Blocks."""
+        for process_id in RankLocks(Path(self._settings.volume)).holders():
+            log.warning("run.rank_killed", pid=process_id)
+            with contextlib.suppress(OSError):
+                os.kill(process_id, signal.SIGKILL)
+
+
+def _starting_error(error: OSError, program: str, search_path: str | None) -> KeepstepError:
+    """Say why a program did not start. With an unreadable folder in PATH, every name gives "Permission denied"."""
+    reason = error.strerror
+    hint = "give the program after --, as in: keepstep run --to DEST -- python train.py"
+    if os.sep not in program and shutil.which(program, os.F_OK, search_path) is None:
+        reason = "not found in any folder of PATH"
+        hint = f"{hint}; a program in the working directory needs ./ before its name"
+    return KeepstepError(ErrorKind.BAD_CONFIGURATION, f"cannot start {program!r}: {reason}", hint=hint)
+
+
+def _hears_the_terminal(pid: int) -> bool:
+    """Whether the terminal sends a typed Ctrl-C or Ctrl-\\ to both that process and us."""
+    try:
+        with opened(Path("/dev/tty"), os.O_RDONLY | os.O_NOCTTY) as terminal:
+            return os.tcgetpgrp(terminal) == os.getpgrp() == os.getpgid(pid)
+    except OSError:
+        return False

@@ -1,3 +1,0 @@
-"""The Mooring agent: gets checkpoints off the pod's disk into object storage, newest first, and back again."""
-
-from mooring_api import __version__ as __version__

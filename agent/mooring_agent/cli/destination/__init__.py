@@ -1,1 +1,0 @@
-"""The commands on a destination; `mooring_agent.cli` finds them."""

@@ -1,1 +1,0 @@
-"""`mooring console`: pages of all runs below a prefix and of each, from markers and ledgers alone."""

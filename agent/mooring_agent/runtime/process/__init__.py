@@ -1,1 +1,0 @@
-"""The agent's process from start to end, and the programs that `mooring run` starts."""

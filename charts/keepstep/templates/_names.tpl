@@ -1,0 +1,74 @@
+{{/* Names and labels that several objects must agree on. All names are labels of DNS, also of a long or dotted release. */}}
+
+{{- define "keepstep.name" -}}
+{{- if .Values.fullnameOverride -}}
+{{- .Values.fullnameOverride -}}
+{{- else -}}
+{{- $release := .Release.Name | replace "." "-" | trunc 32 | trimSuffix "-" -}}
+{{- contains .Chart.Name $release | ternary $release (printf "%s-%s" $release .Chart.Name) -}}
+{{- end -}}
+{{- end }}
+
+{{- define "keepstep.webhook" -}}
+{{ include "keepstep.name" . }}-webhook
+{{- end }}
+
+{{- define "keepstep.console" -}}
+{{ include "keepstep.name" . }}-console
+{{- end }}
+
+{{/* What docs and people's own RoleBindings refer to. */}}
+{{- define "keepstep.cluster-events" -}}
+{{ include "keepstep.name" . }}-cluster-events
+{{- end }}
+
+{{/* Of the webhook that makes its own certificates. Another one than cert-manager's, so that a change between the two
+deletes no Secret that is in use. */}}
+{{- define "keepstep.self-managed-secret" -}}
+{{ include "keepstep.webhook" . }}-certificates
+{{- end }}
+
+{{- define "keepstep.cert-manager-secret" -}}
+{{ include "keepstep.webhook" . }}-tls
+{{- end }}
+
+{{- define "keepstep.image" -}}
+{{- $repository := required "image.repository is missing; hint: --set image.repository=… says where the cluster's nodes pull Keepstep's image from, see Dockerfile.agent" .Values.image.repository -}}
+{{- if .Values.image.digest -}}
+{{ $repository }}@{{ .Values.image.digest }}
+{{- else -}}
+{{ $repository }}:{{ .Values.image.tag | default .Chart.AppVersion }}
+{{- end -}}
+{{- end }}
+
+{{- define "keepstep.openshift" -}}
+{{- if kindIs "bool" .Values.injection.openshift -}}
+{{ .Values.injection.openshift }}
+{{- else -}}
+{{ .Capabilities.APIVersions.Has "security.openshift.io/v1" }}
+{{- end -}}
+{{- end }}
+
+{{- define "keepstep.labels" -}}
+app.kubernetes.io/name: {{ .Chart.Name }}
+app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version | replace "+" "_" }}
+{{- end }}
+
+{{- define "keepstep.selector" -}}
+app.kubernetes.io/name: {{ .Chart.Name }}
+app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/component: webhook
+{{- end }}
+
+{{- define "keepstep.console-selector" -}}
+app.kubernetes.io/name: {{ .Chart.Name }}
+app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/component: console
+{{- end }}
+
+{{- define "keepstep.console-labels" -}}
+{{- merge (include "keepstep.console-selector" . | fromYaml) (include "keepstep.labels" . | fromYaml) | toYaml }}
+{{- end }}

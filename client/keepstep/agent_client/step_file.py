@@ -1,0 +1,60 @@
+"""Says in a file of 32 bytes which step this rank is at, for the agent's metrics and for its eye on stuck trainers.
+
+Costs a step a look at the clock, and once a second one write of fixed size. Nothing here raises.
+"""
+
+import logging
+import os
+import time
+from pathlib import Path
+from typing import Final
+
+from keepstep.operating_system import HAS_AGENTS
+from keepstep_api import step_file
+from keepstep_api.step_file import StepRecord
+
+_BETWEEN_WRITES_SECONDS: Final = 1.0
+_log: Final = logging.getLogger("keepstep")
+
+
+class StepFile:
+    """The step file of one rank. Only the process that holds the rank's liveness lock may have one."""
+
+    def __init__(self, path: Path | None) -> None:
+        """`path`: None if nobody reads it. What an earlier process wrote is void."""
+        self._descriptor = -1
+        self._write_at = 0.0
+        if path is None or not HAS_AGENTS:
+            return
+        try:
+            self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o660)
+        except OSError as error:
+            _log.debug("steps are not told: path=%s error=%s", path, error)
+
+    def tell(self, step: int) -> None:
+        """Say that this rank is at `step` and alive, unless it was said less than a second ago."""
+        now = time.monotonic()
+        if now < self._write_at:
+            return
+        self._write_at = now + _BETWEEN_WRITES_SECONDS
+        if self._descriptor < 0:
+            return
+        try:
+            # A step may be a NumPy or a torch number.
+            content = step_file.encode(StepRecord(step=int(step), at_unix=time.time()))
+            os.pwrite(self._descriptor, content, 0)
+        except Exception as error:
+            # A full volume, a step that is no number: training has its own ways to meet that.
+            _log.debug("step not told: step=%s error=%s", step, error)
+
+    def close(self) -> None:
+        """Say that this process no longer trains. Idempotent."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor < 0:
+            return
+        try:
+            os.ftruncate(descriptor, 0)
+        except OSError as error:
+            _log.debug("end of the steps not told: error=%s", error)
+        finally:
+            os.close(descriptor)

@@ -1,0 +1,110 @@
+"""Autoload's table: which module of which framework calls which integration when it is imported.
+
+Owns the table, and the decision where it does not apply. Runs at the start of every interpreter, before `keepstep` is
+imported. The first framework that is imported imports `keepstep`; if that fails, autoload is off.
+"""
+
+import os
+import sys
+
+# sitecustomize has loaded that module before, so this line does not import the package.
+from keepstep.autoload.post_import import after_import, forget_all, reason, warn
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
+
+TRAINERS = {
+    ("transformers.trainer", "Trainer"): "hugging_face",
+    ("lightning.pytorch.trainer.trainer", "Trainer"): "lightning",
+    ("pytorch_lightning.trainer.trainer", "Trainer"): "lightning",
+    ("accelerate.accelerator", "Accelerator"): "accelerate",
+    ("deepspeed.runtime.engine", "DeepSpeedEngine"): "deepspeed",
+}
+"""(module, name) of a framework's class -> the integration for it and for what derives from it."""
+_MODULES = (
+    ("torch.distributed.checkpoint.state_dict_saver", "keepstep.integrations.dcp", "torch.distributed.checkpoint is"),
+    ("torch.utils.data._utils.worker", "keepstep.workers.worker_processes", "DataLoader workers are"),
+    (
+        "torchdata.stateful_dataloader.stateful_dataloader",
+        "keepstep.workers.worker_processes",
+        "StatefulDataLoader workers are",
+    ),
+    (
+        "torch.distributed.checkpoint._async_process_executor",
+        "keepstep.workers.worker_processes",
+        "the checkpoint writer process is",
+    ),
+    ("torch.multiprocessing.spawn", "keepstep.ranks.spawned", "the parent of torch.multiprocessing's ranks is"),
+)
+_MODULES_WHEN_LAZY = (
+    ("torch.distributed.distributed_c10d", "keepstep.integrations.process_group", "resuming with lazy restore is"),
+)
+"""Every process that imports torch would import `keepstep` for these."""
+_PACKAGES = ("keepstep", "keepstep_api")
+packages_folder = ""
+"""Holds `keepstep`, for interpreters that do not have it themselves; empty until `begin`."""
+
+
+def begin(folder: str) -> None:
+    """Wait for the frameworks. `folder` becomes `packages_folder`."""
+    global packages_folder
+    packages_folder = folder
+    sys.meta_path.append(_Packages(folder))
+    if not _serves_multiprocessing():
+        for (module, cls), integration in TRAINERS.items():
+            what = f"{module.partition('.')[0]}.{cls} is"
+            after_import(module, what, _caller(f"keepstep.integrations.{integration}"))
+        is_lazy = os.environ.get("KEEPSTEP_RESTORE") == "lazy"
+        for module, hook, what in (*_MODULES, *(_MODULES_WHEN_LAZY if is_lazy else ())):
+            after_import(module, what, _caller(hook))
+
+
+class _Packages:
+    """Finds Keepstep's own packages in a folder, after all other finders, and nothing else that lies there."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+
+    def find_spec(
+        self, name: str, path: "Sequence[str] | None" = None, target: "ModuleType | None" = None
+    ) -> "ModuleSpec | None":
+        if name not in _PACKAGES:
+            return None
+        from importlib.machinery import PathFinder
+
+        return PathFinder.find_spec(name, [self._folder])
+
+
+def _serves_multiprocessing() -> bool:
+    """Whether this interpreter is a spawned child, a fork server or a resource tracker of another program.
+
+    Such a child imports the program's main module, and with it the frameworks, before it knows that it is a child.
+    """
+    arguments = getattr(sys, "orig_argv", ())
+    return any(argument.startswith("from multiprocess") for argument in arguments)
+
+
+def _is_child_of_multiprocessing() -> bool:
+    """Whether this process was forked as a worker, after the hooks were made."""
+    process = sys.modules.get("multiprocessing.process")
+    return process is not None and process.parent_process() is not None
+
+
+def _caller(integration: str) -> "Callable[[ModuleType], None]":
+    def call(module: "ModuleType") -> None:
+        if _is_child_of_multiprocessing():
+            return
+        try:
+            import keepstep  # noqa: F401
+        except Exception as error:
+            forget_all()
+            warn(f"autoload is off, the package keepstep cannot be imported: {reason(error)}")
+            return
+        from importlib import import_module
+
+        import_module(integration).autoload(module)
+
+    return call

@@ -1,0 +1,105 @@
+"""Records: one small JSON file per local checkpoint that is complete, `<volume>/.keepstep/records/<name>.json`.
+
+A record appears only after its checkpoint has its final name, and it lists every file with its size, so that a
+checkpoint cut short by a crash or a deletion can be told from a whole one. Records lie outside the checkpoints because
+frameworks order their checkpoint directories by modification time. `keepstep_api.records` has the format.
+"""
+
+import json
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from keepstep.checkpoints.durable import sync_directory
+from keepstep_api import names
+from keepstep_api.records import SUFFIX, Kind, Record, RecordedFile
+
+__all__ = ["Kind", "Record", "RecordedFile", "damage", "is_whole", "read_records", "remove_record", "write_record"]
+
+_log: Final = logging.getLogger("keepstep")
+
+
+def write_record(directory: Path, record: Record) -> None:
+    """Write a record durably, in place of the record of that name. Raises OSError."""
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / f"{record.name}{SUFFIX}"
+    temporary = directory / f".{record.name}.{record.save}.tmp"
+    try:
+        with temporary.open("wb") as file:
+            file.write(record.encode())
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync_directory(directory)
+
+
+def read_records(directory: Path) -> Sequence[Record]:
+    """Return every readable record, the newest first. An unreadable one is logged and left alone."""
+    found: list[Record] = []
+    for path in directory.glob(f"*{SUFFIX}"):
+        try:
+            found.append(_decode(path))
+        except FileNotFoundError:
+            continue
+        except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+            # With the error's type, because a KeyError's text is only the key. Some errors' repr has all the bytes.
+            _log.warning("record skipped: path=%s error=%s: %s", path, type(error).__name__, error)
+    return sorted(found, key=lambda record: record.order, reverse=True)
+
+
+def remove_record(directory: Path, name: str) -> None:
+    """Remove a record, if it is there. Raises OSError."""
+    (directory / f"{name}{SUFFIX}").unlink(missing_ok=True)
+
+
+def damage(record: Record, checkpoint: Path) -> str | None:
+    """Return in words how the checkpoint differs from its record; None if it does not.
+
+    Compares the sizes alone. The agent, which only uploads by a record, compares the times too. Here a file that is
+    newer for a harmless reason, such as a copied volume or a framework that touched it, would cost the resume.
+    """
+    for file in record.files:
+        try:
+            size_bytes = (checkpoint / file.path).stat().st_size
+        except OSError as error:
+            return f"{file.path}: {error.strerror}"
+        if size_bytes != file.size_bytes:
+            return f"{file.path} has {size_bytes} bytes instead of {file.size_bytes}"
+    return None
+
+
+def is_whole(record: Record, checkpoint: Path) -> bool:
+    """Whether the checkpoint is as its record says; if not, say that it is skipped."""
+    reason = damage(record, checkpoint)
+    if reason is not None:
+        _log.warning("checkpoint skipped: name=%s reason=%s", record.name, reason)
+    return reason is None
+
+
+def _decode(path: Path) -> Record:
+    value = json.loads(path.read_bytes())
+    if value["format"] != names.RECORD_FORMAT:
+        raise ValueError(f"it has format {value['format']}, this version of Keepstep reads {names.RECORD_FORMAT}")
+    directory = value.get("directory") if isinstance(value, dict) else None
+    record = Record(
+        name=str(value["name"]),
+        step=int(value["step"]),
+        save=str(value["save"]),
+        kind=Kind(value["kind"]),
+        world_size=int(value["world_size"]),
+        saved_at=float(value["saved_at"]),
+        files=tuple(RecordedFile(path=str(file["path"]), size_bytes=int(file["size"])) for file in value["files"]),
+        committed=bool(value.get("committed", False)),
+        announced=bool(value.get("announced", False)),
+        directory=None if directory is None else str(directory),
+        ranks=tuple(int(rank) for rank in value.get("ranks", ())),
+    )
+    # The name becomes a path that rotation may delete.
+    if f"{record.name}{SUFFIX}" != path.name:
+        raise ValueError(f"it names {record.name!r}")
+    return record

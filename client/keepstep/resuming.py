@@ -1,0 +1,287 @@
+"""What a start of the job resumes from: the same checkpoint on all ranks, the newest that every pod can have.
+
+Where a restore step ran before the program, that is the newest checkpoint that is whole in every pod. With lazy restore
+nothing was chosen before: the ranks decide here, after they have met, among what lies in their volumes and what is
+committed at the destination, and each pod's agent brings what it lacks. So it does not matter what was started: a new
+job, a suspended one, a replaced pod, or containers that were restarted in place. If one pod finds the choice damaged,
+all choose again without it.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from keepstep.agent_client.restores import FileRange, Restores
+from keepstep.checkpoints.records import Record
+from keepstep.errors import ErrorKind, RanksError, RestoreError, VolumeError
+from keepstep.ranks.coordinator import WRITE_SECONDS
+from keepstep.session import Session
+from keepstep_api import names
+
+_log: Final = logging.getLogger("keepstep")
+
+_Bring = Callable[[Restores, str, Callable[[str], None]], object]
+"""Brings to this pod what it must have of a save before all ranks resume from it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartialCheckpoint:
+    """A checkpoint of which only parts are on this volume. `fetch` has more brought, and returns where to read it.
+
+    `fetch` raises RestoreError if the checkpoint is damaged: then all ranks choose again. It waits for the agent. `ask`
+    does not: the agent brings these ranges, in this order, while the caller does something else.
+    """
+
+    step: int
+    ask: Callable[[Sequence[FileRange]], None]
+    fetch: Callable[[Sequence[FileRange]], Path]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SomeFiles:
+    """A checkpoint of which some files are on this volume, in `directory`. `files`: the paths of all, unless too many.
+
+    `place` is where it would have its name.
+    """
+
+    place: Path
+    directory: Path
+    files: Sequence[str]
+
+
+def choose(session: Session, whole: Callable[[], Sequence[Record]]) -> Record | None:
+    """Return the checkpoint to resume from, which is whole on this volume; None to start from step 0.
+
+    `whole` returns the whole local checkpoints. Raises VolumeError when pods have checkpoints, but none in common,
+    RanksError when some ranks do not come, and RestoreError when there may be a checkpoint that cannot be had.
+    """
+    chosen = _chosen(session, whole, _bring_all)
+    if not isinstance(chosen, tuple):
+        return chosen
+    step, save = chosen
+    found = next((record for record in whole() if record.save == save), None)
+    if found is None:
+        raise RestoreError(
+            ErrorKind.NOT_RESTORED,
+            f"the agent has brought the checkpoint of step {step}, and it is not in {session.settings.volume}",
+            hint="the program and its agent must share one volume and one checkpoint directory",
+        )
+    return found
+
+
+def choose_partial(
+    session: Session, whole: Callable[[], Sequence[Record]], first: Sequence[FileRange]
+) -> PartialCheckpoint | Record | None:
+    """As `choose`, for a reader that knows what it needs: only `first` is brought, and only to the pod of rank 0.
+
+    Returns a record if the checkpoint is whole here, and nothing needs to be brought.
+    """
+    is_first = session.context().coordinator.ranks.rank == 0
+
+    def bring(restores: Restores, save: str, waiting: Callable[[str], None]) -> object:
+        # The others' agents read the manifests meanwhile, and so are ready for what is asked of them next.
+        return restores.fetch(save, first, waiting) if is_first else restores.files(save, waiting)
+
+    chosen = _chosen(session, whole, bring)
+    if not isinstance(chosen, tuple):
+        return chosen
+    step, save = chosen
+    _log.info("resuming, as far as it is read: step=%d", step)
+    return PartialCheckpoint(
+        step=step,
+        ask=lambda ranges: _restores(session).ask(save, ranges),
+        fetch=lambda ranges: _restores(session).fetch(save, ranges, _waiting(session)),
+    )
+
+
+def choose_files(
+    session: Session, whole: Callable[[], Sequence[Record]], needed: Callable[[Sequence[str]], Sequence[str]]
+) -> SomeFiles | Record | None:
+    """As `choose`, for a reader that needs some of the files: `needed` chooses among the paths of all; none means all.
+
+    Returns a record if the checkpoint is whole here.
+    """
+    if not session.settings.lazy or session.holds_whole_job:
+        return choose(session, whole)
+
+    def bring(restores: Restores, save: str, waiting: Callable[[str], None]) -> tuple[Path, Path, Sequence[str]]:
+        place, files = restores.files(save, waiting)
+        ranges = [(path, 0, 0) for path in needed(files)]
+        return place, restores.fetch(save, ranges or None, waiting), files
+
+    chosen = _chosen(session, whole, bring)
+    if not isinstance(chosen, tuple):
+        return chosen
+    step, save = chosen
+    _log.info("resuming, as far as it is read: step=%d", step)
+    # It is here already; an agent that was started again meanwhile verifies it once more.
+    key = f"resume/{session.next_number()}/read"
+    try:
+        place, directory, files = bring(_restores(session), save, _waiting(session))
+    except (RestoreError, SystemExit):
+        # No other rank may wait for this one.
+        session.context().coordinator.agree(key, ok=False)
+        raise
+    if not session.context().coordinator.agree(key, ok=True, seconds=WRITE_SECONDS):
+        raise _not_had_by_another(step)
+    return SomeFiles(place=place, directory=directory, files=files)
+
+
+def _bring_all(restores: Restores, save: str, waiting: Callable[[str], None]) -> Path:
+    return restores.fetch(save, None, waiting)
+
+
+def _chosen(session: Session, whole: Callable[[], Sequence[Record]], bring: _Bring) -> Record | tuple[int, str] | None:
+    """Return a local checkpoint, or the step and save of a committed one, after `bring`."""
+    return _choose_any(session, whole, bring) if session.settings.lazy else _choose_local(session, whole())
+
+
+def _choose_local(session: Session, records: Sequence[Record]) -> Record | None:
+    # With several pods, each pod wrote only its own part, so only restored checkpoints are whole there.
+    usable = {(one.step, one.save): one for one in records if one.committed or session.holds_whole_job}
+    number = session.next_number()
+    chosen = session.context().coordinator.choose_newest(f"resume/{number}", list(usable))
+    if chosen is None:
+        _require_all_afresh(session, number, has_none=not records)
+        return None
+    committed_step = session.agent.newest_committed_step
+    if committed_step is not None and committed_step > chosen[0]:
+        _log.warning("a newer checkpoint is committed: step=%d hint=run `keepstep restore` first", committed_step)
+    return usable[chosen]
+
+
+def _choose_any(
+    session: Session, whole: Callable[[], Sequence[Record]], bring: _Bring
+) -> Record | tuple[int, str] | None:
+    """Choose among what pods have and what is committed, and `bring` it to each pod."""
+    context = session.context()
+    while True:  # ends: a checkpoint that a pod found damaged is not offered by that pod again
+        number = session.next_number()
+        progress = f"resume/{number}/listing"
+        # Of a job in several pods, no pod's own part is enough. What came from the destination may be damaged by now.
+        records = whole() if session.holds_whole_job else ()
+        own = {(record.step, record.save): record for record in records if not record.committed}
+        offered: Sequence[tuple[int, str]] | None = None
+        try:
+            if context.leads_pod:
+                offered = [*own, *_committed(session, progress, can_do_without=bool(own))]
+            chosen = context.coordinator.choose_newest(f"resume/{number}", offered, progress=progress)
+        except (RestoreError, SystemExit):
+            # No other rank may wait for this one.
+            context.coordinator.withdraw(f"resume/{number}")
+            raise
+        except RanksError:
+            if session.told_to_end:
+                raise SystemExit(names.JUST_IN_TIME_EXIT_CODE) from None
+            raise
+        if chosen is None:
+            _require_all_afresh(session, number, has_none=not offered)
+            return None
+        if chosen in own:
+            return own[chosen]
+        if _is_brought(session, number, chosen, bring):
+            return chosen
+
+
+def _committed(session: Session, progress: str, *, can_do_without: bool) -> Sequence[tuple[int, str]]:
+    """Return the committed checkpoints that this pod can have. Raises RestoreError."""
+    try:
+        return _restores(session).newest(_waiting(session, progress))
+    except RestoreError as error:
+        # All of them are damaged.
+        if error.kind is ErrorKind.CHECKPOINT_DAMAGED and can_do_without:
+            return ()
+        raise
+
+
+class _Overruled(Exception):  # noqa: N818 - it ends a wait, and is no error
+    """Another pod has found that the choice cannot be had: what this one brings of it is of no use."""
+
+
+def _is_brought(session: Session, number: int, chosen: tuple[int, str], bring: _Bring) -> bool:
+    """Have the choice brought to every pod; return False if a pod found it damaged. Raises RestoreError."""
+    coordinator = session.context().coordinator
+    key, progress = f"resume/{number}/here", f"resume/{number}/progress"
+    failure: RestoreError | None = None
+    if session.context().leads_pod:
+        try:
+            bring(_restores(session), chosen[1], _waiting(session, progress, ends_with=key))
+        except RestoreError as error:
+            failure = error
+            _log.warning("not restored: step=%d error=%s hint=%s", chosen[0], error, error.hint)
+        except _Overruled:
+            pass
+        except SystemExit:
+            # No other rank may wait for this one.
+            coordinator.agree(key, ok=False)
+            coordinator.agree(f"{key}/again", ok=False)
+            raise
+    is_here_everywhere = coordinator.agree(key, failure is None, seconds=WRITE_SECONDS, progress=progress)
+    if is_here_everywhere:
+        return True
+    may_choose_again = failure is None or failure.kind is ErrorKind.CHECKPOINT_DAMAGED
+    if is_here_everywhere is not None and coordinator.agree(f"{key}/again", may_choose_again):
+        return False
+    if session.told_to_end:
+        raise SystemExit(names.JUST_IN_TIME_EXIT_CODE)
+    raise failure or _not_had_by_another(chosen[0])
+
+
+def _not_had_by_another(step: int) -> RestoreError:
+    return RestoreError(
+        ErrorKind.NOT_RESTORED,
+        f"another rank cannot have the checkpoint of step {step}, or has not come",
+        hint="see the logs of the other ranks",
+    )
+
+
+def _waiting(session: Session, progress: str = "", *, ends_with: str = "") -> Callable[[str], None]:
+    """Return what to do while the agent is asked: tell the other ranks, and leave when the pod ends.
+
+    `ends_with`: the agreement that makes waiting useless once it is answered.
+    """
+    began_at = time.monotonic()
+
+    def waiting(line: str) -> None:
+        if session.told_to_end:
+            # There is nothing to save yet.
+            raise SystemExit(names.JUST_IN_TIME_EXIT_CODE)
+        if progress:
+            # The seconds show that this rank is alive while nothing arrives.
+            coordinator = session.context().coordinator
+            coordinator.publish(progress, f"{line} after {time.monotonic() - began_at:.0f} s")
+            if ends_with and coordinator.is_answered(ends_with):
+                raise _Overruled
+
+    return waiting
+
+
+def _restores(session: Session) -> Restores:
+    restores = session.agent.restores()
+    if restores is None:
+        raise RestoreError(
+            ErrorKind.NOT_RESTORED,
+            "nobody knows what to resume from: restore is lazy, and there is no agent",
+            hint="start the program with `keepstep run` or in an injected pod, or unset KEEPSTEP_RESTORE",
+        )
+    return restores
+
+
+def _require_all_afresh(session: Session, number: int, *, has_none: bool) -> None:
+    """Raise an error unless no rank has anything to resume from."""
+    afresh = session.context().coordinator.agree(f"resume/{number}/afresh", ok=has_none)
+    if afresh is None:
+        raise RanksError(
+            ErrorKind.RANKS_LATE,
+            "not all ranks came to say whether they have a checkpoint",
+            hint="a warning above names the ranks; their logs show what they do before they resume",
+        )
+    if not afresh:
+        raise VolumeError(
+            ErrorKind.VOLUME_UNUSABLE,
+            "the pods of this job have checkpoints, but none that is whole in all of them",
+            hint="run `keepstep restore` in every pod before training, or empty the volumes to start anew",
+        )

@@ -1,0 +1,116 @@
+"""Where the trainer finds its volume, its checkpoints and its agent: arguments first, then the environment.
+
+Owns which environment variables the client reads. If none is set, everything lies below one local directory and there
+is no agent.
+"""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from keepstep.errors import ErrorKind, UsageError
+from keepstep.ranks.rank_store import Ranks
+from keepstep_api import names
+
+_log: Final = logging.getLogger("keepstep")
+LOCAL_DIRECTORY: Final = "checkpoints"
+_SWITCH: Final = {"true": True, "on": True, "1": True, "false": False, "off": False, "0": False}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """Absolute paths. `socket` is None when no agent is configured. `ranks`: as the launcher says.
+
+    `lazy`: nothing was restored before this program, and the agent brings what it asks for. `asynchronous`: frameworks'
+    checkpoints are written while training continues.
+    """
+
+    volume: Path
+    checkpoint_directory: Path
+    socket: Path | None
+    lazy: bool = False
+    asynchronous: bool = True
+    ranks: Ranks = field(default_factory=Ranks)
+
+    @property
+    def state_directory(self) -> Path:
+        """Keepstep's own folder in the volume."""
+        return self.volume / names.STATE_DIRECTORY
+
+
+def read_settings(
+    environment: Mapping[str, str],
+    *,
+    directory: str | Path | None = None,
+    volume: str | Path | None = None,
+    socket: str | Path | None = None,
+) -> Settings:
+    """Read the settings from the arguments, then from the environment. Raises UsageError."""
+    rank = _number(environment, ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK"), 0)
+    ranks = Ranks(
+        rank=rank,
+        world_size=_number(environment, ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"), 1),
+        # Any number that no other process of this pod has is enough.
+        local_rank=_number(environment, ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID"), rank),
+    )
+    asynchronous = _switch(environment, names.ENV_ASYNCHRONOUS_SAVES)
+    volume = volume or environment.get(names.ENV_VOLUME)
+    directory = directory or environment.get(names.ENV_CHECKPOINT_DIRECTORY)
+    socket = socket or environment.get(names.ENV_SOCKET)
+    if not volume:
+        # Write nothing outside the one directory that the user knows of.
+        local = _absolute(directory or LOCAL_DIRECTORY)
+        return Settings(
+            ranks=ranks,
+            volume=local,
+            checkpoint_directory=local,
+            asynchronous=asynchronous,
+            socket=_absolute(socket) if socket else None,
+        )
+    root = _absolute(volume)
+    checkpoint_directory = _absolute(directory) if directory else root / names.CHECKPOINT_DIRECTORY
+    if not checkpoint_directory.is_relative_to(root):
+        _log.warning(
+            "not uploaded, the directory lies outside the volume: directory=%s volume=%s", checkpoint_directory, root
+        )
+    return Settings(
+        ranks=ranks,
+        volume=root,
+        checkpoint_directory=checkpoint_directory,
+        lazy=environment.get(names.ENV_RESTORE) == names.LAZY,
+        asynchronous=asynchronous,
+        socket=_absolute(socket) if socket else root / names.STATE_DIRECTORY / names.SOCKET,
+    )
+
+
+def _absolute(path: str | Path) -> Path:
+    try:
+        absolute = Path(path).absolute()
+        str(absolute).encode()
+    except UnicodeEncodeError as error:
+        raise UsageError(ErrorKind.BAD_ARGUMENT, f"{str(path)!r} is not UTF-8", hint="rename the directory") from error
+    except OSError as error:
+        raise UsageError(
+            ErrorKind.BAD_ARGUMENT,
+            f"{str(path)!r} is relative to a directory that is gone",
+            hint="give an absolute path",
+        ) from error
+    if "\0" in str(absolute):
+        raise UsageError(ErrorKind.BAD_ARGUMENT, f"{str(path)!r} is not a path", hint="leave out the NUL character")
+    return absolute
+
+
+def _switch(environment: Mapping[str, str], name: str) -> bool:
+    """Return what a variable says that is on by default. Raises UsageError."""
+    value = environment.get(name) or "true"
+    if value.lower() not in _SWITCH:
+        raise UsageError(ErrorKind.BAD_ARGUMENT, f"{name} is {value!r}", hint="use true or false")
+    return _SWITCH[value.lower()]
+
+
+def _number(environment: Mapping[str, str], spellings: tuple[str, ...], default: int) -> int:
+    """Return the first variable that is a number: torchrun's and DeepSpeed's, Open MPI's, MPICH's."""
+    values = (environment.get(name, "") for name in spellings)
+    return next((int(value) for value in values if value.isdecimal()), default)

@@ -1,6 +1,0 @@
-"""A PyTorch training loop that survives its pod: its whole state, saved while it trains, and resumed bit-identical."""
-
-from mooring.torch_loop.loop import TorchLoop
-from mooring.torch_loop.state import TrainingState
-
-__all__ = ["TorchLoop", "TrainingState"]

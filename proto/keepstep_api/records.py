@@ -1,0 +1,84 @@
+"""Records: one small JSON file per local checkpoint that is complete, `<volume>/.keepstep/records/<name>.json`.
+
+Owns the format, which client and `keepstep restore` write. The agent has a decoder of its own, because what the trainer
+writes is untrusted input there.
+"""
+
+import json
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Final
+
+from keepstep_api.names import RECORD_FORMAT
+
+SUFFIX: Final = ".json"
+
+
+class Kind(str, Enum):
+    """Why a checkpoint was saved."""
+
+    __str__ = str.__str__
+
+    PERIODIC = "periodic"
+    JUST_IN_TIME = "just-in-time"
+    FINAL = "final"
+    SNAPSHOT = "snapshot"
+    """The state of an output directory, as the agent found it. Never in a client's record."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedFile:
+    """A file of a checkpoint. `path` is relative to it, with `/`, and empty when the checkpoint is that file."""
+
+    path: str
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """A complete local checkpoint. `saved_at` is unix seconds.
+
+    `committed`: it came from the destination. `announced`: an agent has it. With neither, an agent that was unreachable
+    takes it up by this record. `directory`: where a framework wrote it, relative to the volume; None when it lies in
+    the checkpoint directory and Keepstep may delete it. `ranks`: the ranks of this pod, whose parts it holds; empty
+    in the record of a restored checkpoint.
+    """
+
+    name: str
+    step: int
+    save: str
+    kind: Kind
+    world_size: int
+    saved_at: float
+    files: tuple[RecordedFile, ...]
+    committed: bool = False
+    announced: bool = False
+    directory: str | None = None
+    ranks: tuple[int, ...] = ()
+
+    @property
+    def order(self) -> tuple[int, float]:
+        """Greater is newer: the step decides, then the time."""
+        return self.step, self.saved_at
+
+    def encode(self) -> bytes:
+        value: dict[str, Any] = {
+            "format": RECORD_FORMAT,
+            "name": self.name,
+            "step": self.step,
+            "save": self.save,
+            "kind": self.kind.value,
+            "world_size": self.world_size,
+            "saved_at": self.saved_at,
+            "files": [{"path": file.path, "size": file.size_bytes} for file in self.files],
+        }
+        if self.committed:
+            value["committed"] = True
+        if self.announced:
+            value["announced"] = True
+        if self.directory is not None:
+            value["directory"] = self.directory
+        if self.ranks:
+            value["ranks"] = list(self.ranks)
+        # In ASCII, which can escape a file name that is not UTF-8.
+        return json.dumps(value).encode() + b"\n"

@@ -1,0 +1,38 @@
+"""The step file: 32 bytes in which a rank says how far it is, without a call to the agent.
+
+`<volume>/.keepstep/ranks/<local rank>.step` has one line: the step, a space and the unix time in seconds, padded with
+spaces. A rank writes it over and over, at most about once a second, and empties it when it no longer trains. A torn
+read is possible and harmless: the file is read again a moment later.
+"""
+
+import re
+from dataclasses import dataclass
+from typing import Final
+
+SIZE_BYTES: Final = 32
+SUFFIX: Final = ".step"
+"""After the local rank, in the name of the file."""
+
+_LINE: Final = re.compile(rb"([0-9]{1,12}) ([0-9]{1,11}(?:\.[0-9]{1,6})?) *\n")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRecord:
+    """A rank was at `step` at that moment, by the wall clock that trainer and agent share."""
+
+    step: int
+    at_unix: float
+
+
+def encode(record: StepRecord) -> bytes:
+    """Return the file's whole content. Raises ValueError for what no reader would take."""
+    content = f"{record.step} {record.at_unix:.3f}".encode().ljust(SIZE_BYTES - 1) + b"\n"
+    if decode(content) is None:
+        raise ValueError(f"step {record.step} at {record.at_unix} is out of range")
+    return content
+
+
+def decode(content: bytes) -> "StepRecord | None":
+    """Return what the file says. Anything else than such a line says nothing."""
+    match = _LINE.fullmatch(content)
+    return None if match is None else StepRecord(step=int(match[1]), at_unix=float(match[2]))
