@@ -148,7 +148,7 @@ def test_what_other_webhooks_took_comes_back_and_what_they_added_stays(
     if not isinstance(outcome, Mutation):
         return
     meddled = copy.deepcopy(applied(pod, outcome))
-    for how in data.draw(st.lists(st.sampled_from(_MEDDLING), min_size=1, max_size=3)):
+    for how in data.draw(st.lists(st.sampled_from(_MEDDLING), min_size=1, max_size=3, unique=True)):
         _meddle(how, meddled)
     again = inject(meddled, defaults)
     if isinstance(again, Refusal):
