@@ -14,7 +14,7 @@ from keepstep.checkpoints.records import Kind, read_records
 from keepstep_api import names
 
 pytest.importorskip("transformers")
-pytestmark = [pytest.mark.trainers, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.trainers, pytest.mark.timeout(1800)]
 
 PROGRAM = Path(__file__).parents[2] / "examples" / "hugging_face.py"
 STEPS, SAVED, STOPPED = 13, 5, 10

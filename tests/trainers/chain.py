@@ -11,15 +11,16 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tests.harness.agent_process import AgentProcess
+from tests.harness.bounds import HANG_SECONDS
 from tests.harness.bucket_view import BucketView
 from tests.servers.server import Bucket
-from tests.trainers.job import END_SECONDS, SLOW_SECONDS, Job
+from tests.trainers.job import SLOW_SECONDS, Job
 from tests.trainers.trainers import STEPS, Moment, Notice, Stop, Trainer
 
 from keepstep.checkpoints.records import read_records
 from keepstep_api import names
 
-GRACE_SECONDS = 2 * END_SECONDS
+GRACE_SECONDS = 2 * HANG_SECONDS
 STEPS_AFTER_NOTICE = 2
 
 
@@ -71,7 +72,7 @@ class Chain:
             job.order(step_seconds=SLOW_SECONDS)
             assert job.wait() != 0, job.output()
             agent.terminate()
-            assert agent.wait(END_SECONDS) == 0, agent.log_text()
+            assert agent.wait(HANG_SECONDS) == 0, agent.log_text()
             self._check_snapshots(agent)
             self.losses |= job.losses()
             # Who resumes at the end of an epoch evaluates first, and may be told before its first step.
@@ -86,7 +87,7 @@ class Chain:
         with self.pod() as (agent, job):
             assert job.wait() == 0, job.output()
             agent.terminate()
-            assert agent.wait(END_SECONDS) == 0, agent.log_text()
+            assert agent.wait(HANG_SECONDS) == 0, agent.log_text()
             self._check_snapshots(agent)
             self.losses |= job.losses()
             self.step = self._newest()

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Final, Self
 
 from tests.harness.agent_process import wait_until
+from tests.harness.bounds import HANG_SECONDS
 from tests.harness.warm_python import WarmProcess, starts_alike, warm_torchrun
 from tests.servers.process import free_port
 
@@ -25,9 +26,8 @@ from keepstep.autoload import path as autoload_path
 from keepstep_api import names
 
 PACED: Final = Path(__file__).with_name("paced.py")
-# They bound a hang and judge no speed: two ranks import a framework each, on a machine that others load.
+# It bounds a hang and judges no speed: two ranks import a framework each, on a machine that others load.
 START_SECONDS: Final = 400.0
-END_SECONDS: Final = 100.0
 _STACK_SECONDS: Final = 5.0
 _STILL_SECONDS: Final = 0.3
 LIBRARIES: Final = {
@@ -39,7 +39,7 @@ LIBRARIES: Final = {
 }
 """What takes an example seconds to import. Under autoload it does so itself, as all its hooks must find that."""
 _FAST_SECONDS: Final = 0.03
-SLOW_SECONDS: Final = 3.0
+SLOW_SECONDS: Final = 60.0
 """A step after the notice at the longest: it is over when the ranks have agreed, as it is in real trainings."""
 # Not by the line: Python's print is two writes, and what torch writes to stderr may come before the line's end.
 _LOSS: Final = re.compile(r"step=(\d+) loss=(-?\d+(?:\.\d+)?(?:e[-+]?\d+)?|nan|inf)")
@@ -83,7 +83,7 @@ class Job:
             "PACE_BEGIN": str(begin),
             "GLOO_SOCKET_IFNAME": "lo",
             # As the injection sets it from the grace period.
-            "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(int(END_SECONDS)),
+            "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(int(HANG_SECONDS)),
             **(environment or {}),
         }
         if autoload:
@@ -186,7 +186,7 @@ class Job:
         """To one rank alone; None: to torchrun, which passes SIGTERM on to all of them."""
         os.kill(self.process.pid if rank is None else self.pid(rank), number)
 
-    def wait(self, timeout_seconds: float = START_SECONDS + END_SECONDS) -> int:
+    def wait(self, timeout_seconds: float = START_SECONDS + HANG_SECONDS) -> int:
         """Its exit code, once nothing of it is left."""
         try:
             code = self.process.wait(timeout_seconds)
@@ -231,7 +231,7 @@ class Job:
                     continue
             return not left and self.process.poll() is not None
 
-        wait_until(gone, END_SECONDS, "what the job started is gone")
+        wait_until(gone, HANG_SECONDS, "what the job started is gone")
 
     def output(self) -> str:
         return self._output.read_text(errors="replace")

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from tests.harness.agent_process import wait_until
+from tests.harness.bounds import HANG_SECONDS
 from tests.harness.warm_python import WarmProcess, warm_python
 from tests.servers.process import free_port
 from tests.trainers.job import LIBRARIES
@@ -25,9 +26,6 @@ from keepstep_api import names
 
 ALONE: Final = Path(__file__).with_name("alone.py")
 DISTURBED: Final = Path(__file__).with_name("disturbed.py")
-# They bound a hang and judge no speed.
-START_SECONDS: Final = 120.0
-END_SECONDS: Final = 120.0
 _POLL_SECONDS: Final = 0.01
 _LINE: Final = re.compile(r"step=(\d+) loss=(\S+)\n")
 
@@ -88,7 +86,7 @@ class Life:
 
     def wait_training(self) -> None:
         """Until its first step is done, or it ends."""
-        wait_until(lambda: bool(self.losses) or not self._running(), START_SECONDS, "it trains")
+        wait_until(lambda: bool(self.losses) or not self._running(), HANG_SECONDS, "it trains")
 
     def send_signal(self, number: signal.Signals, rank: int) -> None:
         """Send it to one rank."""
@@ -103,7 +101,7 @@ class Life:
     def wait(self) -> Sequence[int]:
         """Return their exit codes."""
         try:
-            return [one.wait(END_SECONDS) for one in self._ranks]
+            return [one.wait(HANG_SECONDS) for one in self._ranks]
         except subprocess.TimeoutExpired as error:
             self.kill()
             raise AssertionError(f"it does not end\n{self.output()}") from error
@@ -113,7 +111,7 @@ class Life:
         for one in self._ranks:
             one.kill()
         for one in self._ranks:
-            one.wait(END_SECONDS)
+            one.wait(HANG_SECONDS)
 
     def _running(self) -> list[WarmProcess]:
         return [one for one in self._ranks if one.poll() is None]

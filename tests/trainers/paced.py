@@ -11,7 +11,8 @@ with `held-<rank>` while it is held. Where a rank can be held:
     evaluation  when the model is told to evaluate
     save        when the first folder or file of a checkpoint is being made, by whatever thread
 
-The file `heard` says that the ranks have agreed on what follows from a notice; a slow step is over with that.
+The file `heard` says that the ranks have agreed on what follows from a notice, or that the one that saves for all has
+had it; a slow step is over with that.
 
 Everything is hooked from outside: neither the program nor its framework knows. PACE_WITHOUT_KEEPSTEP removes the lines
 with the word keepstep from the program first: that is how it trains with zero code.
@@ -34,12 +35,12 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from keepstep.gate import Action, RanksGate
+from keepstep.gate import Action, RanksGate, SingleProcessGate
 from keepstep.gate.gates import Decision
 
-_HOLD_SECONDS = 240.0  # a test that died holds nobody for ever
+_HOLD_SECONDS = 1800.0  # a test that died holds nobody for ever
 _POLL_SECONDS = 0.005
-_ANSWER_SECONDS = 60.0
+_ANSWER_SECONDS = 300.0
 
 
 class Pace:
@@ -56,17 +57,23 @@ class Pace:
         self._pid = os.getpid()
         self._step = int(os.environ.get("PACE_BEGIN", "0"))
         self._busy = threading.local()
+        self.lone_gate: SingleProcessGate | None = None
 
     def stepped(self) -> None:
         self._step += 1
         self._progress.write(f"{self._step} {time.monotonic()}\n")
         ends_at = time.monotonic() + self._orders()["step_seconds"]
-        while time.monotonic() < ends_at and not self._heard_path.exists():
+        while time.monotonic() < ends_at and not self._is_heard():
             time.sleep(_POLL_SECONDS)
         self.at("step")
 
     def heard(self) -> None:
         self._heard_path.touch()
+
+    def _is_heard(self) -> bool:
+        if self.lone_gate is not None and self.lone_gate.noticed:
+            self.heard()
+        return self._heard_path.exists()
 
     def audited(self, event: str, arguments: tuple[Any, ...]) -> None:
         """Python tells of every file that is about to be made."""
@@ -128,7 +135,14 @@ def _install(pace: Pace) -> None:
             pace.heard()
         return decision
 
+    make_lone = SingleProcessGate.__init__
+
+    def make_and_keep(gate: SingleProcessGate, *arguments: Any) -> None:
+        make_lone(gate, *arguments)
+        pace.lone_gate = gate
+
     RanksGate._decide = decide_and_tell  # type: ignore[assignment,method-assign]
+    SingleProcessGate.__init__ = make_and_keep  # type: ignore[assignment,method-assign]
     torch.Tensor.backward = backward_and_tell  # type: ignore[assignment]
     torch.nn.Module.train = train_and_tell  # type: ignore[assignment,method-assign]
     sys.addaudithook(pace.audited)

@@ -8,15 +8,16 @@ from pathlib import Path
 
 import pytest
 from tests.harness.agent_process import AgentProcess, wait_until
+from tests.harness.bounds import HANG_SECONDS
 from tests.harness.bucket_view import BucketView
 from tests.servers.process import free_port
 from tests.servers.server import Bucket
-from tests.trainers.job import END_SECONDS, Job
+from tests.trainers.job import Job
 from tests.trainers.trainers import EXAMPLES, Moment
 
 from keepstep_api import names
 
-pytestmark = [pytest.mark.trainers, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.trainers, pytest.mark.timeout(1200)]
 ARGUMENTS = ("--steps", "12", "--save-every", "5")
 
 
@@ -48,7 +49,7 @@ def _two_pods(bucket: Bucket, folder: Path, *arguments: str) -> Iterator[list[Jo
         yield jobs
         for agent in agents:
             agent.terminate()
-            assert agent.wait(END_SECONDS) == 0, agent.log_text()
+            assert agent.wait(HANG_SECONDS) == 0, agent.log_text()
 
 
 def steps(view: BucketView) -> list[int]:
@@ -68,13 +69,13 @@ def test_every_save_of_a_bare_loop_is_committed_and_it_resumes_from_the_bucket(
         with Job(program, [*ARGUMENTS, *how], volume=volume, folder=tmp_path / "first", autoload=True) as job:
             job.order(hold=Moment.STEP, at_step=12)
             job.wait_held(Moment.STEP)
-            wait_until(lambda: steps(view) == [5, 10], END_SECONDS, "both are committed")
+            wait_until(lambda: steps(view) == [5, 10], HANG_SECONDS, "both are committed")
             # Nobody could save once more, so it ends as it would without us.
             job.signal(0)
             assert job.wait() != 0
             losses |= job.losses()
         agent.terminate()
-        assert agent.wait(END_SECONDS) == 0, agent.log_text()
+        assert agent.wait(HANG_SECONDS) == 0, agent.log_text()
     assert steps(view) == [5, 10]
 
     volume = tmp_path / "another"
@@ -85,7 +86,7 @@ def test_every_save_of_a_bare_loop_is_committed_and_it_resumes_from_the_bucket(
             assert list(job.losses()) == [11, 12]
             assert losses[11] == job.losses()[11]
         agent.terminate()
-        assert agent.wait(END_SECONDS) == 0, agent.log_text()
+        assert agent.wait(HANG_SECONDS) == 0, agent.log_text()
     assert steps(view) == [5, 10, 12]
     for step in (5, 10, 12):
         (manifest,) = [key for key in view.keys(f"step-{step}/") if "/.keepstep/manifest-" in key]

@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import Final, assert_never
 
 import pytest
+from tests.harness.bounds import HANG_SECONDS
 from tests.trainers.job import LIBRARIES
 from tests.trainers.life import Life, newest_whole
 from tests.trainers.save_moments import Moment, Way
 
 STEPS: Final = 24
 """More than the lives of a test get to."""
-LIFE_SECONDS: Final = 120.0
-"""It bounds a hang and judges no speed."""
 RECORDED: Final = (Moment.RECORDED, Moment.ANNOUNCED)
 SOAK: Final = "KEEPSTEP_RANDOM_ENDS" in os.environ
 """It takes ten minutes."""
@@ -25,7 +24,7 @@ RANDOM_ALONE: Final = ("lightning_trainer",)
 ONE_FILE: Final = ("lightning_trainer",)
 """Whose checkpoint is one file."""
 
-pytestmark = [pytest.mark.trainers, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.trainers, pytest.mark.timeout(1800)]
 
 
 @pytest.mark.parametrize("trainer", list(LIBRARIES))
@@ -46,7 +45,7 @@ def test_ended_at_a_moment_of_a_save_it_goes_on_from_a_whole_checkpoint(
         # What a kill leaves is there when the framework begins alone.
         for way in (Way.NOTICE, Way.EXCEPTION, Way.KILL):
             life = Life(trainer, folder / way, volume, ranks, steps=STEPS, moment=moment, way=way)
-            life.wait_any(LIFE_SECONDS)
+            life.wait_any(HANG_SECONDS)
             if way is Way.NOTICE:
                 life.wait()
             else:

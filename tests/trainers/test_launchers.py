@@ -14,15 +14,16 @@ from typing import Final
 
 import pytest
 from tests.harness.agent_process import wait_until
+from tests.harness.bounds import HANG_SECONDS
 from tests.harness.bucket_view import BucketView
 from tests.harness.run_process import RunProcess
 from tests.harness.warm_python import TRAINER_ENVIRONMENT
 from tests.servers.process import free_port
 from tests.servers.server import Bucket
-from tests.trainers.job import END_SECONDS, PACED, START_SECONDS
+from tests.trainers.job import PACED, START_SECONDS
 from tests.trainers.trainers import EXAMPLES
 
-pytestmark = [pytest.mark.trainers, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.trainers, pytest.mark.timeout(1800)]
 SPAWNED: Final = str(Path(__file__).with_name("spawned_ranks.py"))
 BIN: Final = Path(sys.executable).parent
 STEPS: Final = ("--steps", "100000", "--save-every", "100000")
@@ -44,10 +45,10 @@ def launched(bucket: Bucket, folder: Path, *command: str, **environment: str) ->
             command=command,
             prefix=WITH_INTERRUPTS,
             endpoint_url=bucket.endpoint_url,
-            grace_seconds=END_SECONDS,
+            grace_seconds=HANG_SECONDS,
         ) as run:
             yield run
-        wait_until(lambda: not any(map(runs, pids(folder))), END_SECONDS, "the ranks have left")
+        wait_until(lambda: not any(map(runs, pids(folder))), HANG_SECONDS, "the ranks have left")
     finally:
         for pid in pids(folder):
             with suppress(ProcessLookupError):
@@ -83,7 +84,7 @@ def terminate(run: RunProcess, folder: Path, ranks: int) -> None:
 
     wait_until(all_train, START_SECONDS, "all ranks train")
     run.signal(signal.SIGTERM)
-    assert run.wait(END_SECONDS) == JUST_IN_TIME, run.output()
+    assert run.wait(HANG_SECONDS) == JUST_IN_TIME, run.output()
 
 
 def committed_steps(bucket: Bucket) -> set[int]:

@@ -24,7 +24,7 @@ from tests.trainers.chain import Chain
 from tests.trainers.tensors import digests
 from tests.trainers.trainers import STEPS, TRAINERS, Trainer
 
-pytestmark = [pytest.mark.trainers, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.trainers, pytest.mark.timeout(1800)]
 
 
 @pytest.mark.parametrize(("number", "trainer"), list(enumerate(TRAINERS)), ids=lambda one: getattr(one, "name", ""))

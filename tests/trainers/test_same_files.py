@@ -7,9 +7,10 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from tests.harness.bounds import HANG_SECONDS
 from tests.harness.warm_python import warm_python
 from tests.servers.process import free_port
-from tests.trainers.job import END_SECONDS, LIBRARIES
+from tests.trainers.job import LIBRARIES
 from tests.trainers.trainers import EXAMPLES
 
 from keepstep.checkpoints.records import read_records
@@ -17,7 +18,7 @@ from keepstep_api import names
 
 PROGRAM = Path(__file__).with_name("disturbed.py")
 
-pytestmark = [pytest.mark.trainers, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.trainers, pytest.mark.timeout(900)]
 
 
 def newest_files(trainer: str, volume: Path, *, asynchronous: bool) -> dict[str, object]:
@@ -43,7 +44,7 @@ def newest_files(trainer: str, volume: Path, *, asynchronous: bool) -> dict[str,
         started = warm_python(LIBRARIES[trainer]).start(
             words, environment=environment, files=files, directory=volume, new_session=True
         )
-        assert started.wait(END_SECONDS) == 0, (volume / "log").read_text()
+        assert started.wait(HANG_SECONDS) == 0, (volume / "log").read_text()
     record = read_records(volume / names.STATE_DIRECTORY / names.RECORDS_DIRECTORY)[0]
     place = volume / (record.directory or names.CHECKPOINT_DIRECTORY) / record.name
     return {file.path: content(place / file.path if place.is_dir() else place) for file in record.files}

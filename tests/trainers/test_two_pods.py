@@ -9,19 +9,20 @@ from pathlib import Path
 
 import pytest
 from tests.harness.agent_process import AgentProcess, wait_until
+from tests.harness.bounds import HANG_SECONDS
 from tests.harness.bucket_view import BucketView
 from tests.servers.fault_proxy import FaultProxy
 from tests.servers.faults import Fault, Rule
 from tests.servers.process import free_port
 from tests.servers.server import Bucket
-from tests.trainers.job import END_SECONDS, SLOW_SECONDS, Job
+from tests.trainers.job import SLOW_SECONDS, Job
 from tests.trainers.trainers import EXAMPLES, Moment
 
 from keepstep.ranks.coordinator import PATIENCE_SECONDS
 from keepstep_api import names
 from keepstep_api.v1 import agent_pb2
 
-pytestmark = [pytest.mark.trainers, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.trainers, pytest.mark.timeout(1800)]
 PROGRAM = EXAMPLES / "ddp.py"
 STEPS, SAVE_EVERY = 14, 5
 ARGUMENTS = ("--steps", str(STEPS), "--save-every", str(SAVE_EVERY))
@@ -46,7 +47,7 @@ class Pod:
     def end(self) -> None:
         """The job has ended; so does the agent."""
         self.agent.terminate()
-        self.agent.wait(END_SECONDS)
+        self.agent.wait(HANG_SECONDS)
 
 
 class Pods:
@@ -87,10 +88,9 @@ class Pods:
             volume,
             self._bucket.destination,
             endpoint_url=endpoint_url,
-            grace_seconds=END_SECONDS,
-            # A line that is cut is given up soon.
-            connect_timeout_seconds=1,
-            read_timeout_seconds=1,
+            grace_seconds=HANG_SECONDS,
+            # A line that is cut is given up sooner than usual.
+            read_timeout_seconds=10,
         )
         job = Job(PROGRAM, ARGUMENTS, volume=volume, folder=folder / "job", begin=begin, ranks=1, launcher=rendezvous)
         with agent, job:
@@ -117,16 +117,16 @@ def test_a_checkpoint_counts_when_both_pods_have_stored_it_and_a_pod_that_dies_b
         _wait_sealed(first, 5)
         assert pods.committed_steps() == []
         fault_proxy.clear()
-        wait_until(lambda: pods.committed_steps() == [5], END_SECONDS, "both have stored it")
+        wait_until(lambda: pods.committed_steps() == [5], HANG_SECONDS, "both have stored it")
 
         _cut(fault_proxy, 10)
         _train_to(11, first, second)
         _wait_sealed(first, 10)
         # Killed earlier, it would have the other pod's background save wait for its word.
-        wait_until(lambda: second.phase(10) is not None, END_SECONDS, "the second has announced it")
+        wait_until(lambda: second.phase(10) is not None, HANG_SECONDS, "the second has announced it")
         second.kill()
         first.job.order()
-        assert first.job.wait(END_SECONDS + PATIENCE_SECONDS) != 0
+        assert first.job.wait(HANG_SECONDS + PATIENCE_SECONDS) != 0
         first.agent.kill()
         losses |= {step: loss for pod in (first, second) for step, loss in pod.job.losses().items() if step <= 5}
     assert pods.committed_steps() == [5]
@@ -193,4 +193,4 @@ def _train_to(step: int, *pods: Pod) -> None:
 
 
 def _wait_sealed(pod: Pod, step: int) -> None:
-    wait_until(lambda: pod.phase(step) == agent_pb2.PHASE_SEALED, END_SECONDS, f"step {step} is sealed")
+    wait_until(lambda: pod.phase(step) == agent_pb2.PHASE_SEALED, HANG_SECONDS, f"step {step} is sealed")
