@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.harness.bounds import HANG_SECONDS
 from tests.harness.warm_python import warm_python
 from tests.programs.bin_shards import SHARDS
 from tests.programs.lives import Lives, Moment, Snapshot
@@ -56,7 +57,6 @@ STEPS = 200
 MORE_STEPS = 220
 BEFORE = 40
 ROUNDS = (Moment.EARLY_WRITE, Moment.WRITE, Moment.ANY, Moment.JUST_SAVED, Moment.WRITE)
-_SECONDS = 60.0
 
 
 def uninterrupted(program: str, output: Path, steps: int) -> list[str]:
@@ -64,7 +64,7 @@ def uninterrupted(program: str, output: Path, steps: int) -> list[str]:
     words = ["-u", "-m", f"tests.programs.{program}", str(output), str(steps)]
     # To fork one that has imported torch takes longer than most of these programs.
     warm = warm_python("torch") if program in WITH_TORCH else warm_python("safetensors.numpy", "msgspec")
-    ended = warm.run(words, environment=os.environ, timeout_seconds=_SECONDS)
+    ended = warm.run(words, environment=os.environ, timeout_seconds=HANG_SECONDS)
     assert ended.returncode == 0, ended.stderr
     return ended.stdout.splitlines()
 
@@ -167,7 +167,7 @@ def test_a_program_that_deletes_what_it_resumed_from_is_not_said_to_ignore_it(tm
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("name", CUTS)
 def test_a_save_that_a_kill_cut_short_is_no_part_of_the_snapshot(name: str, tmp_path: Path) -> None:
     cut = CUTS[name]
@@ -179,7 +179,7 @@ def test_a_save_that_a_kill_cut_short_is_no_part_of_the_snapshot(name: str, tmp_
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("group", PROGRAMS)
 def test_a_killed_program_that_lost_its_disk_resumes_from_a_complete_save(group: str, tmp_path: Path) -> None:
     # They mostly sleep.
@@ -198,6 +198,9 @@ def live_and_die(program: str, folder: Path, seed: int = 0) -> None:
     lives = Lives(program=program, folder=folder, seed=seed)
     for moment in ROUNDS:
         lives.killed(STEPS, moment)
+    while not lives.torn and len(lives.resumed) < 20:
+        # Whoever looks late, on a busy machine, kills it when the save is just over.
+        lives.killed(STEPS, Moment.EARLY_WRITE)
     digests = [lives.whole(steps) for steps in (STEPS, MORE_STEPS)]
     assert digests == [digest_of(uninterrupted(program, folder / "alone", steps)) for steps in (STEPS, MORE_STEPS)]
     assert max(lives.resumed[: len(ROUNDS)]) > 0, f"{program} resumed from {lives.resumed}"
