@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from tests.harness.bounds import HANG_SECONDS
 
 import keepstep.gate.signal_file
 from keepstep.gate import Action, SingleProcessGate
@@ -114,10 +115,10 @@ def test_outside_the_main_thread_the_signal_file_alone_is_watched(
     gates: list[SingleProcessGate] = []
     thread = threading.Thread(target=lambda: gates.append(make()))
     thread.start()
-    thread.join(10)
+    thread.join(HANG_SECONDS)
     assert signal.getsignal(signal.SIGTERM) == before
     assert "SIGTERM is not handled" in caplog.text
-    request_save(signal_path, 1, deadline_unix=time.time() + 30)
+    request_save(signal_path, 1, deadline_unix=time.time() + 3600)
     assert gates[0].at(1) is Action.SAVE_AND_EXIT
 
 
@@ -144,11 +145,11 @@ def test_a_notice_outweighs_an_operators_request(make: Make, signal_path: Path) 
     gate = make()
     request_save(signal_path, 1)
     assert gate.at(1) is Action.SAVE
-    request_save(signal_path, 2, deadline_unix=time.time() + 30)
+    request_save(signal_path, 2, deadline_unix=time.time() + 3600)
     assert [gate.at(step) for step in (1, 2)] == [Action.SAVE_AND_EXIT] * 2
 
 
-@pytest.mark.parametrize(("seconds_left", "asked"), [(30.0, Action.SAVE_AND_EXIT), (-1.0, Action.NOTHING)])
+@pytest.mark.parametrize(("seconds_left", "asked"), [(3600.0, Action.SAVE_AND_EXIT), (-1.0, Action.NOTHING)])
 def test_a_notice_from_before_the_start_counts_until_its_deadline(
     make: Make, signal_path: Path, seconds_left: float, asked: Action
 ) -> None:
@@ -190,15 +191,17 @@ def test_a_file_that_is_no_signal_file_asks_for_nothing(make: Make, signal_path:
 
 def test_a_step_costs_microseconds(make: Make, signal_path: Path) -> None:
     request_save(signal_path, 0)
-    gate = make()
-    steps = 20_000
-    fastest = float("inf")
-    for _ in range(5):
+
+    def seconds(ask: Callable[[int], object]) -> float:
         # Of this thread's own time: others may have the processor meanwhile.
         began = time.thread_time()
-        for step in range(steps):
-            gate.at(step)
-        fastest = min(fastest, time.thread_time() - began)
-    microseconds = fastest / steps * 1e6
-    print(f"gate: {microseconds:.2f} µs per step")
-    assert microseconds < 20
+        for step in range(20_000):
+            ask(step)
+        return time.thread_time() - began
+
+    # In turns with what Python does in some 0.05 µs, on this machine as it is now.
+    gate = make()
+    pairs = [(seconds(lambda step: step), seconds(gate.at)) for _ in range(5)]
+    nothing, gated = (min(times) for times in zip(*pairs, strict=True))
+    print(f"gate: as {gated / nothing:.0f} calls of a function that does nothing")
+    assert gated < 400 * nothing

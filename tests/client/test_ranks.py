@@ -14,11 +14,9 @@ from tests.torch_loop.torchrun import torchrun
 from keepstep_api import names, signal_file
 from keepstep_api.v1 import agent_pb2
 
-ENOUGH_STEPS = 900
+ENOUGH_STEPS = 4000
+"""More than any rank does until all have agreed; as many lines fit into the smallest pipe."""
 LINGERING = Path(__file__).with_name("ranks") / "lingering.py"
-
-# A line of a rank may take as long as torch to import, and some tests start two jobs.
-pytestmark = pytest.mark.timeout(400)
 
 
 @pytest.fixture
@@ -129,7 +127,7 @@ def test_an_operators_request_saves_once_and_training_goes_on(tmp_path: Path, vo
     signal_path = volume / names.STATE_DIRECTORY / names.SIGNAL_FILE
     signal_path.parent.mkdir(parents=True)
     signal_path.write_bytes(signal_file.encode(signal_file.SaveSignal(number=0, deadline_unix=0.0, terminating=False)))
-    with job("checkpointer", tmp_path, [volume], local_world_size=2, STEPS="200") as ranks:
+    with job("checkpointer", tmp_path, [volume], local_world_size=2) as ranks:
         begin(ranks, 3)
         descriptor = os.open(signal_path, os.O_RDWR)
         os.pwrite(
@@ -139,15 +137,17 @@ def test_an_operators_request_saves_once_and_training_goes_on(tmp_path: Path, vo
         for rank in ranks:
             rank.go()
         # Each gate sees it by itself; all see it before the training thread may pass the step that is decided on.
-        seen = []
-        for step in range(4, 201):
+        seen: list[str] = []
+        step, steps_after = 3, 0
+        while steps_after < 200:
+            step += 1
+            steps_after += bool(seen)
             lines = {tuple(rank.wait_for(f"step {step}")) for rank in ranks}
             assert len(lines) == 1, "the ranks saved at different steps"
             seen += [line for line in lines.pop() if line.startswith("saved")]
             for rank in ranks:
                 rank.go()
-        assert len(set(seen)) == 1, seen
-        assert [rank.rest() for rank in ranks] == [["done"]] * 2
+        assert len(seen) == 1, seen
 
 
 def test_a_save_that_one_rank_cannot_write_leaves_nothing(tmp_path: Path, volume: Path) -> None:

@@ -11,11 +11,13 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import numpy
 import pytest
 import torch.distributed as distributed
 from tests.harness.agent_process import wait_until
+from tests.harness.bounds import HANG_SECONDS
 
 import keepstep.gate.gates
 import keepstep.ranks.rank_store
@@ -23,8 +25,6 @@ from keepstep.gate import Action, RanksGate
 from keepstep.gate.sigterm import Sigterm
 from keepstep.ranks.rank_store import Ranks, RankStore
 from keepstep_api import signal_file
-
-WAIT_SECONDS = 30.0
 
 
 def request_save(path: Path, number: int) -> None:
@@ -72,13 +72,19 @@ def gates(
 
 
 def train(
-    gate: RanksGate, *, until: int, before: Callable[[int], None] = lambda step: None
+    gate: RanksGate,
+    *,
+    until: int | None = None,
+    before: Callable[[int], None] = lambda step: None,
+    number: Callable[[int], Any] = int,
 ) -> list[tuple[int, Action]]:
     """Everything that was asked, by step; ends at STOP."""
     asked: list[tuple[int, Action]] = []
-    for step in range(1, until):
+    give_up_at = time.monotonic() + HANG_SECONDS
+    for step in count(1) if until is None else range(1, until):
+        assert time.monotonic() < give_up_at, "it is never told to stop"
         before(step)
-        ask = gate.at(step)
+        ask = gate.at(number(step))
         if ask is not Action.NOTHING:
             asked.append((step, ask))
         if ask is Action.SAVE_AND_EXIT:
@@ -96,7 +102,7 @@ def run_all(functions: Sequence[Callable[[], list[tuple[int, Action]]]]) -> list
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(WAIT_SECONDS)
+        thread.join(HANG_SECONDS)
         assert not thread.is_alive(), "a rank hangs"
     return results
 
@@ -113,11 +119,11 @@ def test_a_notice_on_any_rank_stops_all_at_the_same_step(tmp_path: Path, seed: i
         def rank(index: int) -> list[tuple[int, Action]]:
             def before(step: int) -> None:
                 if step % 7 == 0:
-                    barrier.wait(WAIT_SECONDS)  # as a collective does
+                    barrier.wait(HANG_SECONDS)  # as a collective does
                 if index == noticed and step == notice_step:
                     made[index].notice()
 
-            return train(made[index], until=1_000_000, before=before)
+            return train(made[index], before=before)
 
         results = run_all([partial(rank, index) for index in range(world_size)])
 
@@ -133,11 +139,11 @@ def test_rounds_without_all_ranks_are_off_and_the_first_with_all_stops_them(
     monkeypatch.setattr(keepstep.gate.gates, "_RANK_0_WAIT_SECONDS", 0.05)
     with gates(tmp_path, 3, absent=frozenset({2})) as made:
         made[1].notice()
-        wait_until(lambda: caplog.text.count("did not agree") >= 8, WAIT_SECONDS, "rounds are tried and called off")
+        wait_until(lambda: caplog.text.count("did not agree") >= 8, HANG_SECONDS, "rounds are tried and called off")
         assert run_all([partial(train, gate, until=3) for gate in made[:2]]) == [[], []]
-        monkeypatch.setattr(keepstep.gate.gates, "_RANK_0_WAIT_SECONDS", WAIT_SECONDS)
+        monkeypatch.setattr(keepstep.gate.gates, "_RANK_0_WAIT_SECONDS", HANG_SECONDS)
         made.come(2)
-        results = run_all([partial(train, gate, until=1_000_000) for gate in made])
+        results = run_all([partial(train, gate) for gate in made])
     assert len({tuple(result) for result in results}) == 1, results
     assert results[0][-1][1] is Action.SAVE_AND_EXIT
 
@@ -149,14 +155,14 @@ def test_a_save_that_cannot_be_agreed_on_is_given_up(
     request_save(tmp_path / "signal-1", 0)
     with gates(tmp_path, 3, absent=frozenset({2})) as made:
         request_save(tmp_path / "signal-1", 1)
-        wait_until(lambda: caplog.text.count("did not agree") == 6, WAIT_SECONDS, "three tries on two ranks")
+        wait_until(lambda: caplog.text.count("did not agree") == 6, HANG_SECONDS, "three tries on two ranks")
         assert run_all([partial(train, gate, until=100) for gate in made]) == [[], []]
     assert caplog.text.count("did not agree") == 6
 
 
 def test_a_save_that_one_rank_requests_is_made_by_all_at_the_same_step(tmp_path: Path) -> None:
     def train_until_saved(gate: RanksGate) -> list[tuple[int, Action]]:
-        give_up_at = time.monotonic() + WAIT_SECONDS
+        give_up_at = time.monotonic() + HANG_SECONDS
         for step in count(1):
             if (action := gate.at(step)) is not Action.NOTHING or time.monotonic() > give_up_at:
                 return [(step, action)]
@@ -176,17 +182,19 @@ def test_a_request_in_a_file_that_only_some_have_found_yet_saves_once(tmp_path: 
         request_save(tmp_path / "shared", 1)
         barrier = threading.Barrier(2)
         enough: list[bool] = []
-        enough_at = time.monotonic() + 8.0
 
         def rank(index: int) -> list[tuple[int, Action]]:
             asked: list[tuple[int, Action]] = []
-            for step in range(1, 1_000_000):
+            enough_at = time.monotonic() + HANG_SECONDS
+            for step in count(1):
                 ask = made[index].at(step)
                 if ask is not Action.NOTHING:
                     asked.append((step, ask))
+                    # Both have looked more than once by then.
+                    enough_at = time.monotonic() + 3.0
                 if index == 0:
                     enough.append(time.monotonic() > enough_at)
-                barrier.wait(WAIT_SECONDS)
+                barrier.wait(HANG_SECONDS)
                 if enough[step - 1]:
                     break
             return asked
@@ -202,23 +210,14 @@ def test_a_rank_that_has_ended_its_training_holds_up_nobody(tmp_path: Path) -> N
         made[0].notice()
         assert train(made[0], until=1000) == []
         made[0].close()
+        made[0]._thread.join(HANG_SECONDS)
         assert not made[0]._thread.is_alive()
 
 
 def test_a_step_may_be_a_number_of_numpy(tmp_path: Path) -> None:
     with gates(tmp_path, 2) as made:
         made[0].notice()
-
-        def rank(gate: RanksGate) -> list[tuple[int, Action]]:
-            asked: list[tuple[int, Action]] = []
-            for step in range(1, 1_000_000):
-                ask = gate.at(numpy.int64(step))  # type: ignore[arg-type]
-                if ask is Action.SAVE_AND_EXIT:
-                    asked.append((step, ask))
-                    break
-            return asked
-
-        first, second = run_all([partial(rank, gate) for gate in made])
+        first, second = run_all([partial(train, gate, number=numpy.int64) for gate in made])
     assert first == second != []
 
 
@@ -233,9 +232,9 @@ def test_more_files_than_select_can_wait_for_are_no_trouble() -> None:
         sigterm = Sigterm()
         sigterm.watch_from_thread()
         sigterm.wake()
-        assert sigterm.wait(WAIT_SECONDS) is False
+        assert sigterm.wait(HANG_SECONDS) is False
         os.kill(os.getpid(), signal.SIGTERM)
-        assert sigterm.wait(WAIT_SECONDS) is True
+        assert sigterm.wait(HANG_SECONDS) is True
         sigterm.close()
     finally:
         for descriptor in many:
@@ -255,7 +254,7 @@ def test_the_store_holds_no_more_after_a_hundred_requested_saves(
             seen: list[tuple[int, Action]] = []
             step = 0
             while len(seen) < rounds:
-                if asked.wait(WAIT_SECONDS) == 0:
+                if asked.wait(HANG_SECONDS) == 0:
                     request_save(tmp_path / "signal", len(seen) + 1)
                     held.append(made._shared.num_keys())
                 ask = Action.NOTHING

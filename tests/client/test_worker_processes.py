@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 from tests.harness.agent_process import wait_until
+from tests.harness.bounds import HANG_SECONDS
 from tests.servers.process import free_port
 
 from keepstep import autoload
 from keepstep.workers import worker_processes
 
 PROGRAM = Path(__file__).with_name("worker_program.py")
-_TIMEOUT_SECONDS = 100.0
 
 
 class Program:
@@ -28,6 +28,8 @@ class Program:
             environment["PYTHONPATH"] = str(autoload.path())
         launcher: list[str] = []
         if ranks:
+            # As the injection does; else torchrun kills its ranks 30 seconds after it has passed on its SIGTERM.
+            environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(int(HANG_SECONDS))
             launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--master-addr=127.0.0.1"]
             launcher.append(f"--master-port={free_port()}")
         self.process = subprocess.Popen(
@@ -48,7 +50,7 @@ class Program:
                 pids = [int(word) for word in line.split()[1:]]
                 self.children += pids
                 return pids
-        raise AssertionError(self.process.communicate(timeout=_TIMEOUT_SECONDS)[1])
+        raise AssertionError(self.process.communicate(timeout=HANG_SECONDS)[1])
 
     def signal_group(self, number: signal.Signals) -> None:
         os.killpg(self.process.pid, number)
@@ -59,7 +61,7 @@ class Program:
         But for Python's resource tracker: of a semaphore that is removed while the interpreter ends it is told in two
         steps, and seldom of the second one.
         """
-        output, said = self.process.communicate(timeout=_TIMEOUT_SECONDS)
+        output, said = self.process.communicate(timeout=HANG_SECONDS)
         errors = "".join(line for line in said.splitlines(keepends=True) if "resource_tracker" not in line)
         return self.process.returncode, output.split(), errors
 
@@ -72,9 +74,9 @@ def program(*arguments: str, autoloaded: bool = False, ranks: int = 0) -> Iterat
         yield started
     finally:
         if started.process.poll() is None:
-            # torchrun's ranks have groups of their own, which it ends within 30 seconds of its own SIGTERM.
+            # torchrun's ranks have groups of their own, which it ends after its own SIGTERM.
             started.signal_group(signal.SIGTERM if ranks else signal.SIGKILL)
-        started.process.communicate(timeout=_TIMEOUT_SECONDS)
+        started.process.communicate(timeout=HANG_SECONDS)
         for pid in started.children:
             if lives(pid):
                 os.kill(pid, signal.SIGKILL)
@@ -89,7 +91,7 @@ def lives(pid: int) -> bool:
 
 
 def wait_gone(pids: list[int]) -> None:
-    wait_until(lambda: not any(map(lives, pids)), _TIMEOUT_SECONDS, f"{pids} are gone")
+    wait_until(lambda: not any(map(lives, pids)), HANG_SECONDS, f"{pids} are gone")
 
 
 @pytest.mark.parametrize(
@@ -214,7 +216,7 @@ def test_a_torch_that_has_changed_costs_one_warning() -> None:
         worker_processes.install()
         print("program")
     """
-    got = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=_TIMEOUT_SECONDS)
+    got = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=HANG_SECONDS)
     assert got.stdout == "program\n"
     assert got.stderr.startswith("keepstep: DataLoader workers are not protected: AttributeError: ")
     assert got.stderr.count("\n") == 1
@@ -222,7 +224,7 @@ def test_a_torch_that_has_changed_costs_one_warning() -> None:
 
 def test_nothing_of_torch_is_imported_for_it() -> None:
     code = "import sys; from keepstep.workers import worker_processes as w; w.install(); print('torch' in sys.modules)"
-    got = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=_TIMEOUT_SECONDS)
+    got = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=HANG_SECONDS)
     assert (got.stdout, got.stderr) == ("False\n", "")
 
 
@@ -248,7 +250,7 @@ def test_other_children_of_the_fork_server_obey_sigterm_and_it_goes_with_the_pro
             child.join()
         print(server, *(child.exitcode for child in children))
     """
-    got = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=_TIMEOUT_SECONDS)
+    got = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=HANG_SECONDS)
     server, *codes = map(int, got.stdout.split())
     assert (codes, got.stderr) == ([-signal.SIGTERM] * 2, "")
     wait_gone([server])

@@ -2,7 +2,7 @@
 
 torchrun … tests/torch_loop/stuck_rank.py
 
-Every wait of ours is shorter here: an hour, or half of one, are three seconds.
+Every wait of ours for a write is shorter here: an hour, or half of one, are ten seconds.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from keepstep import VolumeError
 from keepstep.ranks.coordinator import StoreCoordinator
 from keepstep.torch_loop import TorchLoop, saver
 
-SHORT_SECONDS = 3.0
+SHORT_SECONDS = 10.0
 
 
 def main() -> None:
@@ -35,12 +35,11 @@ def main() -> None:
     def agree_soon(ranks: StoreCoordinator, key: str, ok: bool, *_: object) -> bool | None:
         return agree(ranks, key, ok, SHORT_SECONDS)
 
-    StoreCoordinator._agree = agree_soon  # type: ignore[method-assign,assignment]
     over = threading.Event()
     write = dcp.FileSystemWriter.write_data
 
     def hang(writer: dcp.FileSystemWriter, *arguments: Any) -> Any:
-        assert over.wait(120)
+        assert over.wait(300)
         return write(writer, *arguments)
 
     if rank == 1:
@@ -48,6 +47,8 @@ def main() -> None:
     model = DistributedDataParallel(torch.nn.Linear(8, 8))
     optimizer = torch.optim.AdamW(model.parameters())
     loop = TorchLoop(model, optimizer)
+    # The ranks have met by now, however long that took.
+    StoreCoordinator._agree = agree_soon  # type: ignore[method-assign,assignment]
     for _ in range(4):
         model(torch.randn(4, 8)).square().mean().backward()
         optimizer.step()

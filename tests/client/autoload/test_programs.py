@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from tests.client.autoload.stage import Stage, run, write
+from tests.harness.bounds import HANG_SECONDS
 
 from keepstep import autoload
 
@@ -42,7 +43,9 @@ def test_the_start_of_an_interpreter_costs_less_than_20_milliseconds() -> None:
 
     # Processor time, the least of several and in turns: what else the machine does counts little.
     pairs = [(seconds(), seconds(autoload.path())) for _ in range(15)]
-    assert min(pair[1] for pair in pairs) - min(pair[0] for pair in pairs) < 0.020
+    alone, with_autoload = (min(times) for times in zip(*pairs, strict=True))
+    # A machine on which Python itself takes longer than that to start is a slow one.
+    assert with_autoload - alone < max(0.020, alone)
 
 
 def test_an_integration_that_fails_costs_one_warning_and_nothing_else(stage: Stage) -> None:
@@ -91,7 +94,7 @@ def test_a_program_without_stderr_is_not_broken_by_a_warning(stage: Stage) -> No
     write(stage.injected / "keepstep" / "__init__.py", "1 / 0\n")
     code = f"exec {sys.executable} -c 'import transformers.trainer; print(transformers.trainer.DONE)' 2>&-"
     environment = {**os.environ, "PYTHONPATH": f"{stage.injected}:{stage.frameworks}"}
-    got = subprocess.run(["sh", "-c", code], env=environment, stdout=subprocess.PIPE, timeout=100, check=False)
+    got = subprocess.run(["sh", "-c", code], env=environment, stdout=subprocess.PIPE, timeout=HANG_SECONDS, check=False)
     assert (got.stdout, got.returncode) == (b"done\n", 0)
 
 
@@ -135,7 +138,9 @@ def test_a_program_that_is_started_by_another_is_a_trainer(stage: Stage, tmp_pat
 def test_an_interpreter_without_keepstep_takes_it_from_beside_autoload_and_nothing_else(
     stage: Stage, tmp_path: Path
 ) -> None:
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "bare")], check=True, timeout=100)
+    subprocess.run(
+        [sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "bare")], check=True, timeout=HANG_SECONDS
+    )
     write(stage.injected / "keepstep_api" / "__init__.py", "")
     write(stage.injected / "another_package" / "__init__.py", "")
     code = """if True:

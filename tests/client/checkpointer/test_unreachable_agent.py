@@ -15,7 +15,8 @@ import pytest
 from tests.client import agent_server
 from tests.client.agent_server import AgentServer, serving
 from tests.client.checkpointer.saved_steps import Make, local, save, warnings
-from tests.client.conftest import WAIT_SECONDS, set_deadlines
+from tests.client.conftest import set_deadlines
+from tests.harness.bounds import HANG_SECONDS
 
 import keepstep.agent_client.client
 from keepstep.agent_client import channel
@@ -135,7 +136,7 @@ def test_steps_wait_for_an_agent_that_hangs_once_in_a_back_off_period(
         now += RETRY_SECONDS
         assert not any(checkpointer.should_save(100 * period + step, every=10_000) for step in range(50))
         assert without_answer == [("Register", CALL_SECONDS)] * period
-    set_deadlines(monkeypatch, WAIT_SECONDS, WAIT_SECONDS)
+    set_deadlines(monkeypatch, HANG_SECONDS, HANG_SECONDS)
     agent.answering.set()
     now += RETRY_SECONDS
     assert not checkpointer.should_save(9000, every=10_000)
@@ -201,10 +202,11 @@ def test_a_just_in_time_announcement_is_tried_on_an_agent_that_hung(
 ) -> None:
     checkpointer = make_checkpointer()
     agent.answering.clear()
-    set_deadlines(monkeypatch, CALL_SECONDS, WAIT_SECONDS)
+    set_deadlines(monkeypatch, CALL_SECONDS, HANG_SECONDS)
     assert checkpointer.should_save(1, every=1)
     save(checkpointer, 1)
     assert without_answer == [("BeginSave", CALL_SECONDS)]
+    set_deadlines(monkeypatch, HANG_SECONDS, HANG_SECONDS)
     agent.answering.set()
     checkpointer._session.context().gate.notice()
     assert checkpointer.should_save(2)
@@ -263,9 +265,9 @@ def test_an_agent_that_dies_in_a_call_costs_the_announcement_alone(
         checkpointer = make_checkpointer()
         assert checkpointer.should_save(1, every=1)
         save(checkpointer, 1)
-        assert process.wait(20) == 1
+        assert process.wait(HANG_SECONDS) == 1
     finally:
         process.kill()
-        process.communicate(timeout=20)
+        process.communicate(timeout=HANG_SECONDS)
     assert local(volume) == ["checkpoint-1"]
     assert len(warnings(caplog)) == 1

@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 import torch.distributed as distributed
 from tests.harness.agent_process import wait_until
+from tests.harness.bounds import HANG_SECONDS
 
 import keepstep
 from keepstep import checkpoint_writer
@@ -34,8 +35,8 @@ from keepstep.session import Session
 RANK = int(os.environ["RANK"])
 
 # On a slow machine an agent that answers is not away.
-channel.ANNOUNCE_SECONDS = 60.0  # type: ignore[misc]
-channel.Channel._call.__kwdefaults__["deadline_seconds"] = 60.0  # type: ignore[index]
+channel.ANNOUNCE_SECONDS = HANG_SECONDS  # type: ignore[misc]
+channel.Channel._call.__kwdefaults__["deadline_seconds"] = HANG_SECONDS  # type: ignore[index]
 
 
 if "WRITE_SECONDS" in os.environ:
@@ -59,7 +60,7 @@ def checkpointer() -> None:
     path = saver.resume()
     step = int((path / f"rank-{RANK}").read_text()) if path else 0
     say(f"begin {step}")
-    while not saver.stopping and step < int(os.environ.get("STEPS", "1000")):
+    while not saver.stopping and step < int(os.environ.get("STEPS", "100000")):
         step = steps(step)
         raises = RANK == 1 and step % int(os.environ.get("RAISE_EVERY", "1000")) == 0
         if saver.should_save(step, every=int(os.environ.get("EVERY", "0"))):
@@ -83,10 +84,12 @@ def checkpointer() -> None:
 
 def checkpointer_that_a_rank_is_late_to_resume() -> None:
     """Rank 1 has come, and resumes when the test says so."""
-    coordinator.PATIENCE_SECONDS = 1.0  # type: ignore[misc]
-    coordinator.StoreCoordinator.agree.__kwdefaults__["seconds"] = 1.0  # type: ignore[index]
     saver = keepstep.Checkpointer()
     assert saver._session.context().coordinator.ranks.world_size == distributed.get_world_size()
+    # Only from now on, when both are there. Rank 0, which has the store, stays until rank 1 has read its answer.
+    coordinator.PATIENCE_SECONDS = 1.0  # type: ignore[misc]
+    coordinator.StoreCoordinator.agree.__kwdefaults__["seconds"] = 1.0  # type: ignore[index]
+    coordinator._READ_SECONDS = HANG_SECONDS  # type: ignore[misc]
     if RANK == 1:
         sys.stdin.readline()
     try:
@@ -107,7 +110,7 @@ def asynchronous_checkpointer_with_a_slow_rank() -> None:
         decided.set()
 
     def find_when_decided(file: EmptyFile, root: Path) -> Path | None:
-        assert decided.wait(60)
+        assert decided.wait(HANG_SECONDS)
         return find(file, root)
 
     Session.make_time = make_time_and_tell  # type: ignore[assignment,method-assign]
@@ -117,7 +120,7 @@ def asynchronous_checkpointer_with_a_slow_rank() -> None:
             saver._writer.wait()
             EmptyFile.find = find_when_decided  # type: ignore[assignment,method-assign]
         if step == 2 and RANK == 0:
-            wait_until(lambda: saver._writer.in_flight() is None, 60, "rank 0 has written its files")
+            wait_until(lambda: saver._writer.in_flight() is None, HANG_SECONDS, "rank 0 has written its files")
             os.kill(os.getpid(), signal.SIGTERM)
         step = steps(step)
         if saver.should_save(step, every=1 if step <= 2 else 0):
@@ -163,7 +166,7 @@ def framework() -> None:
             assert run.stopping
             run.leave()
 
-    while step < int(os.environ.get("STEPS", "1000")):
+    while step < int(os.environ.get("STEPS", "100000")):
         step = steps(step)
         obey(run.action_at(step), step)
         for tick in range(1, 4) if step % 2 == 0 else ():
