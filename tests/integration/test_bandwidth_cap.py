@@ -6,23 +6,31 @@ from pathlib import Path
 
 import pytest
 from tests.harness.agent_process import AgentProcess, wait_until, write_checkpoint
+from tests.harness.bounds import HANG_SECONDS
 from tests.servers.fault_proxy import FaultProxy
 from tests.servers.server import Bucket
 
-# So small that no disk is slower than half of what the cap would take.
 _CAP_BYTES_PER_SECOND = 1_000_000
 _CAPPED_BYTES = 6_000_000
+# With the first one, what is to come would take ten minutes.
+_LOW_CAP_BYTES_PER_SECOND = 100_000
 _LIFTED_BYTES = 60_000_000
 # Pieces of half a MiB are not seen in ten seconds of it, and any machine has it to spare.
-_WIRE_CAP_BYTES_PER_SECOND = 8_000_000
+_WIRE_CAP_BYTES_PER_SECOND = 4_000_000
 _WINDOW_SECONDS = 10.0
 
 
-def test_the_cap_holds_and_is_lifted_by_a_termination_notice(tmp_path: Path) -> None:
-    destination = f"file://{tmp_path / 'destination'}"
-    with AgentProcess(
-        tmp_path / "volume", destination, bandwidth_bytes_per_second=_CAP_BYTES_PER_SECOND, part_size_bytes="5MiB"
-    ) as agent:
+def capped_agent(folder: Path, bytes_per_second: int) -> AgentProcess:
+    return AgentProcess(
+        folder / "volume",
+        f"file://{folder / 'destination'}",
+        bandwidth_bytes_per_second=bytes_per_second,
+        part_size_bytes="5MiB",
+    )
+
+
+def test_the_cap_holds(tmp_path: Path) -> None:
+    with capped_agent(tmp_path, _CAP_BYTES_PER_SECOND) as agent:
         path = write_checkpoint(agent.checkpoints / "checkpoint-1", {"model.bin": _CAPPED_BYTES})
         begin = time.monotonic()
         capped = agent.announce(path, 1)
@@ -30,13 +38,16 @@ def test_the_cap_holds_and_is_lifted_by_a_termination_notice(tmp_path: Path) -> 
         # A bucket may begin full, so the first second's worth can be free.
         assert time.monotonic() - begin >= _CAPPED_BYTES / _CAP_BYTES_PER_SECOND - 1.5
 
-        path = write_checkpoint(agent.checkpoints / "checkpoint-2", {"model.bin": _LIFTED_BYTES})
-        lifted = agent.announce(path, 2)
-        wait_until(lambda: bool(agent.status().backlog_bytes), 30.0, "the second upload is under way")
-        begin = time.monotonic()
-        agent.notify_termination(grace_seconds=60)
-        agent.wait_committed(lifted.save)
-        assert time.monotonic() - begin < _LIFTED_BYTES / _CAP_BYTES_PER_SECOND / 2
+
+def test_a_termination_notice_lifts_the_cap(tmp_path: Path) -> None:
+    with capped_agent(tmp_path, _LOW_CAP_BYTES_PER_SECOND) as agent:
+        save = agent.announce(
+            write_checkpoint(agent.checkpoints / "checkpoint-1", {"model.bin": _LIFTED_BYTES}), 1
+        ).save
+        begun = tmp_path / "destination" / ".keepstep" / "uploads"
+        wait_until(lambda: any(begun.glob("*/data")), HANG_SECONDS, "the upload is under way")
+        agent.notify_termination(grace_seconds=3600)
+        agent.wait_committed(save, HANG_SECONDS)
 
 
 class Meter:
@@ -75,16 +86,18 @@ def test_what_the_store_receives_of_many_requests_at_once_is_the_cap_within_five
     with agent:
         warm_up = agent.announce(write_checkpoint(agent.checkpoints / "checkpoint-1", {"model.bin": 1}), 1)
         agent.wait_committed(warm_up.save)
-        before = fault_proxy.received_bytes
+        begin, before = time.monotonic(), fault_proxy.received_bytes
         agent.announce(write_checkpoint(agent.checkpoints / "checkpoint-2", sizes), 2)
-        wait_until(lambda: fault_proxy.received_bytes > before, 60.0, "the upload is under way")
+        wait_until(lambda: fault_proxy.received_bytes > before, HANG_SECONDS, "the upload is under way")
         meter = Meter(fault_proxy)
-        wait_until(lambda: meter.rate(_WINDOW_SECONDS) > 0, 60.0, "ten seconds of it")
-        assert meter.rate(_WINDOW_SECONDS) <= 1.05 * cap
         # A machine that is busy otherwise may take seconds from an agent; it catches up with none.
-        wait_until(lambda: meter.rate(_WINDOW_SECONDS) >= 0.95 * cap, 40.0, "ten seconds at the rate of the cap")
-        assert meter.rate(_WINDOW_SECONDS) <= 1.05 * cap
+        wait_until(
+            lambda: meter.rate(_WINDOW_SECONDS) >= 0.95 * cap, HANG_SECONDS, "ten seconds at the rate of the cap"
+        )
+        # Since the beginning: in a window that begins just after the proxy had to wait for a processor, it is more.
+        received = fault_proxy.received_bytes - before
+        assert received <= 1.05 * cap * (time.monotonic() - begin)
 
         agent.notify_termination(grace_seconds=600)
         meter = Meter(fault_proxy)
-        wait_until(lambda: meter.rate(1.0) > 2 * cap, 30.0, "a second above the cap, which is lifted")
+        wait_until(lambda: meter.rate(1.0) > 2 * cap, HANG_SECONDS, "a second above the cap, which is lifted")

@@ -6,13 +6,13 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
-from datetime import datetime
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Self
 
 import pytest
 from tests.harness.agent_process import AgentProcess, json_lines, wait_until, write_checkpoint
+from tests.harness.bounds import HANG_SECONDS
 from tests.harness.bucket_view import BucketView
 from tests.harness.small_volume import mounted
 from tests.servers.fault_proxy import FaultProxy
@@ -24,8 +24,9 @@ from keepstep_api.v1 import agent_pb2
 MIB = 1024 * 1024
 VOLUME_BYTES = 512 * MIB
 CHECKPOINT_BYTES = 100 * MIB
-STORE_BYTES_PER_SECOND = 16 * MIB
-GRACE_SECONDS = 60.0
+# A busy machine too writes more than that.
+STORE_BYTES_PER_SECOND = 8 * MIB
+GRACE_SECONDS = 600.0
 BACKLOG = 600
 SIZE_LIMIT_BYTES = 64 * MIB
 
@@ -34,8 +35,8 @@ import json, logging, sys, time
 import keepstep
 from keepstep.agent_client import channel
 # What an agent asks is obeyed here however busy the machine is; that a silent one is not waited for is another test's.
-channel.ANNOUNCE_SECONDS = 30.0
-channel.Channel._call.__kwdefaults__["deadline_seconds"] = 30.0
+channel.ANNOUNCE_SECONDS = 300.0
+channel.Channel._call.__kwdefaults__["deadline_seconds"] = 300.0
 logging.basicConfig(level=logging.INFO, format="%(message)s")
 size_bytes = int(sys.argv[1])
 piece = bytes(range(256)) * 4096
@@ -94,9 +95,9 @@ class Trainer:
 
     def __exit__(self, *_: object) -> None:
         self._process.kill()
-        self._process.wait(60)
+        self._process.wait(HANG_SECONDS)
         for reader in self._readers:
-            reader.join(10)
+            reader.join(HANG_SECONDS)
         for pipe in (self._process.stdout, self._process.stderr):
             if pipe is not None:
                 pipe.close()
@@ -149,27 +150,21 @@ def shed_although_newest(agent: AgentProcess) -> list[int]:
     return wrong
 
 
-def logged_at(agent: AgentProcess, event: str) -> datetime:
-    """When it first happened."""
-    return datetime.fromisoformat(agent.log(event)[0]["timestamp"])
-
-
 def last_save(trainer: Trainer) -> int:
     (step,) = [line["step"] for line in trainer.events if line["event"] == "saved" and line["stopping"]]
     return int(step)
 
 
-def train(agent: AgentProcess, *, steps: int, end_when: str) -> Trainer:
-    """Train for some steps, then let the pod end at the next event `end_when`; the trainer is gone, all is drained."""
+def train(agent: AgentProcess, *, until: Callable[[Trainer], bool], end_when: str) -> Trainer:
+    """Train, then let the pod end at the next event `end_when`; the trainer is gone, all is drained."""
     with Trainer(agent) as trainer:
-        wait_until(lambda: bool(trainer.events), 60, "the trainer has begun")
-        wait_until(lambda: max(line["step"] for line in list(trainer.events)) >= steps, 180, "it has trained")
+        wait_until(lambda: until(trainer), HANG_SECONDS, "it has trained")
         seen = len(trainer.steps(end_when))
-        wait_until(lambda: len(trainer.steps(end_when)) > seen, 60, "the moment to end it")
+        wait_until(lambda: len(trainer.steps(end_when)) > seen, HANG_SECONDS, "the moment to end it")
         trainer.terminate()
-        assert trainer.wait(60) == names.JUST_IN_TIME_EXIT_CODE, trainer.log
+        assert trainer.wait(HANG_SECONDS) == names.JUST_IN_TIME_EXIT_CODE, trainer.log
     agent.terminate()
-    assert agent.wait(GRACE_SECONDS + 30) == 0, agent.log_text()
+    assert agent.wait(HANG_SECONDS) == 0, agent.log_text()
     return trainer
 
 
@@ -187,36 +182,37 @@ def check_that_nothing_was_lost(agent: AgentProcess, trainer: Trainer, bucket: B
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("moment", ["saved", "half"], ids=["between two saves", "in the middle of a save"])
 @pytest.mark.root
 def test_the_last_save_always_has_room_and_superseded_ones_make_it(
     agent: AgentProcess, rclone_bucket: Bucket, moment: str
 ) -> None:
-    trainer = train(agent, steps=22, end_when=moment)
+    def has_trained(trainer: Trainer) -> bool:
+        # The volume was short of room, again and again, and recovery points came all the while.
+        return len(agent.log("checkpoint.shed")) >= 5 and len(agent.log("checkpoint.committed")) >= 2
+
+    trainer = train(agent, until=has_trained, end_when=moment)
     check_that_nothing_was_lost(agent, trainer, rclone_bucket)
-    assert agent.log("checkpoint.shed"), "the volume was never short of room"
-    # Recovery points came all the while, not only at the end.
-    assert logged_at(agent, "checkpoint.committed") < logged_at(agent, "termination.noticed")
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 @pytest.mark.root
 def test_a_save_that_would_not_fit_is_skipped_and_the_log_says_why(agent: AgentProcess, rclone_bucket: Bucket) -> None:
     with (agent.volume / "somebody-elses").open("wb") as file:
         file.write(bytes(130 * MIB))
-    trainer = train(agent, steps=10, end_when="skipped")
+    # It saves again whenever there is room.
+    trainer = train(agent, until=lambda trainer: len(trainer.steps("saved")) >= 3, end_when="skipped")
     check_that_nothing_was_lost(agent, trainer, rclone_bucket)
     for step in trainer.steps("skipped"):
         (line,) = [line for line in trainer.log if line.startswith(f"save not admitted: step={step} ")]
         assert "bytes may still be written to the volume" in line
     assert trainer.steps("saved")[0] == 1
-    assert len(trainer.steps("saved")) >= 3, "it saved again whenever there was room"
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_a_last_save_is_safe_though_hundreds_are_given_up_at_that_moment(
     tmp_path: Path, rclone_bucket: Bucket, fault_proxy: FaultProxy
 ) -> None:
@@ -235,7 +231,7 @@ def test_a_last_save_is_safe_though_hundreds_are_given_up_at_that_moment(
         with (agent.volume / "somebody-elses").open("wb") as file:
             os.posix_fallocate(file.fileno(), 0, SIZE_LIMIT_BYTES)
         agent.notify_termination(grace_seconds=600)
-        wait_until(lambda: bool(agent.log("checkpoint.shed")), 60, "the agent sees that nothing is left")
+        wait_until(lambda: bool(agent.log("checkpoint.shed")), HANG_SECONDS, "the agent sees that nothing is left")
         # Each call has a bound of its own: an agent that is busy with its decisions answers none of these.
         agent.status()
         save = agent.announce(last, BACKLOG + 1, kind=agent_pb2.KIND_JUST_IN_TIME).save
@@ -243,7 +239,7 @@ def test_a_last_save_is_safe_though_hundreds_are_given_up_at_that_moment(
         fault_proxy.outage(False)
         assert agent.wait_committed(save).kind == agent_pb2.KIND_JUST_IN_TIME
         agent.terminate()
-        assert agent.wait(GRACE_SECONDS) == 0
+        assert agent.wait(HANG_SECONDS) == 0
         shed = [line["save"] for line in agent.log("checkpoint.shed")]
     # One event each; all but the newest, and what was on its way already.
     assert len(shed) == len(set(shed)) >= BACKLOG - 10

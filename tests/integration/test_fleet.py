@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from examples.fleet.stories import STORIES, End
+from tests.harness.bounds import HANG_SECONDS
 from tests.servers.process import wait_until
 
 _BEGUN = "all runs have begun"
@@ -23,7 +24,7 @@ _EXIT_CODES = {End.DONE: 0, End.NOTICE: 143, End.POWER: 137, End.ERROR: 1}
 def _fleet(folder: Path) -> Iterator["subprocess.Popen[str]"]:
     """Run the fleet in `folder`. After a test that has failed it ends by itself, with all its processes."""
     fleet = subprocess.Popen(
-        [sys.executable, "-m", "examples.fleet", "--minutes", "5"],
+        [sys.executable, "-m", "examples.fleet", "--minutes", "15"],
         env={**_environment(), "TMPDIR": str(folder)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -34,7 +35,7 @@ def _fleet(folder: Path) -> Iterator["subprocess.Popen[str]"]:
     finally:
         if fleet.poll() is None:
             fleet.terminate()
-            fleet.communicate(timeout=100)
+            fleet.communicate(timeout=HANG_SECONDS)
 
 
 def _read_until(fleet: "subprocess.Popen[str]", words: str) -> str:
@@ -53,7 +54,7 @@ def _environment() -> dict[str, str]:
 
 
 def _shown(page: str) -> set[str]:
-    with urllib.request.urlopen(f"{page}api/runs", timeout=30) as answer:
+    with urllib.request.urlopen(f"{page}api/runs", timeout=HANG_SECONDS) as answer:
         return {run["run"] for run in json.load(answer)["runs"]}
 
 
@@ -70,7 +71,7 @@ def _left_behind(folder: Path) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_the_fleet_shows_twelve_runs_and_ctrl_c_leaves_nothing_behind(short_directory: Path) -> None:
     with _fleet(short_directory) as fleet:
         told = _read_until(fleet, _BEGUN)
@@ -80,11 +81,16 @@ def test_the_fleet_shows_twelve_runs_and_ctrl_c_leaves_nothing_behind(short_dire
         def in_the_bucket() -> set[str]:
             return {str(ledger.parent.parent.relative_to(teams)) for ledger in teams.glob("*/*/.keepstep/ledger")}
 
-        wait_until(lambda: in_the_bucket() == names, "all runs are in the bucket", 200)
+        wait_until(lambda: in_the_bucket() == names, "all runs are in the bucket", HANG_SECONDS)
         command = re.search(r"in another shell: (.*)", told)
         assert command
         report = subprocess.run(
-            f"{command[1]} --json", shell=True, env=_environment(), stdout=subprocess.PIPE, check=True, timeout=60
+            f"{command[1]} --json",
+            shell=True,
+            env=_environment(),
+            stdout=subprocess.PIPE,
+            check=True,
+            timeout=HANG_SECONDS,
         )
         assert {run["run"] for run in json.loads(report.stdout)["runs"]} == names
         page = re.search(r"^ *(http://127\.0\.0\.1:\d+/)$", told, re.MULTILINE)
@@ -94,7 +100,7 @@ def test_the_fleet_shows_twelve_runs_and_ctrl_c_leaves_nothing_behind(short_dire
             if end not in told:
                 told += _read_until(fleet, end)
         fleet.send_signal(signal.SIGINT)
-        told += fleet.communicate(timeout=120)[0]
+        told += fleet.communicate(timeout=HANG_SECONDS)[0]
         assert fleet.returncode == 0, told
     for end, code in _EXIT_CODES.items():
         codes = re.findall(rf"{end}.*exit code (\d+)", told)
@@ -106,11 +112,11 @@ def test_the_fleet_shows_twelve_runs_and_ctrl_c_leaves_nothing_behind(short_dire
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(900)
 def test_a_fleet_that_is_terminated_as_it_begins_leaves_nothing_behind(short_directory: Path) -> None:
     with _fleet(short_directory) as fleet:
         _read_until(fleet, "runs begin")
         fleet.send_signal(signal.SIGTERM)
-        told = fleet.communicate(timeout=100)[0]
+        told = fleet.communicate(timeout=HANG_SECONDS)[0]
         assert fleet.returncode == 128 + signal.SIGTERM, told
     assert not _left_behind(short_directory)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from tests.harness.agent_process import AgentProcess, tree, wait_until, write_checkpoint
+from tests.harness.bounds import HANG_SECONDS
 from tests.harness.bucket_view import BucketView
 from tests.servers.fault_proxy import FaultProxy
 from tests.servers.faults import Request
@@ -12,7 +13,7 @@ from tests.servers.server import Bucket
 
 from keepstep_api.v1 import agent_pb2
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 MIB = 1024 * 1024
 BYTES_PER_SECOND = 8 * MIB
@@ -33,7 +34,7 @@ def agent(rclone_bucket: Bucket, fault_proxy: FaultProxy, tmp_path: Path) -> Ite
         part_size_bytes=PART_BYTES,
         watch="off",
         max_concurrency=CONCURRENCY,
-        grace_seconds=120,
+        grace_seconds=3600,
     )
     with agent:
         yield agent
@@ -43,7 +44,7 @@ def announce_old(agent: AgentProcess) -> str:
     """An older save of which 30 % are stored."""
     path = write_checkpoint(agent.checkpoints / "checkpoint-1", {"model.bin": OLD_BYTES}, seed=1)
     save = agent.announce(path, 1).save
-    wait_until(lambda: durable_bytes(agent, save) >= 0.3 * OLD_BYTES, 60, "30 % of the older one are stored")
+    wait_until(lambda: durable_bytes(agent, save) >= 0.3 * OLD_BYTES, HANG_SECONDS, "30 % of the older one are stored")
     return save
 
 
@@ -69,8 +70,11 @@ def test_a_newer_checkpoint_is_committed_first_and_in_its_own_time(
 ) -> None:
     new_path = write_checkpoint(agent.checkpoints / "checkpoint-2", {"model.bin": NEW_BYTES}, seed=2)
     old = announce_old(agent)
+    # So slow that the older one is not through before the newer one is announced.
+    fault_proxy.throttle(MIB // 4)
     new = agent.announce(new_path, 2).save
     announced = len(fault_proxy.log)
+    fault_proxy.throttle(BYTES_PER_SECOND)
     agent.wait_committed(new)
     view = BucketView(rclone_bucket)
     assert [Path(marker).name.split(".")[1] for marker in view.markers()] == [new]
@@ -109,10 +113,10 @@ def test_a_just_in_time_checkpoint_takes_the_older_ones_parts_off_the_wire(
     new_path = write_checkpoint(agent.checkpoints / "checkpoint-2", {"model.bin": NEW_BYTES}, seed=2)
     old = announce_old(agent)
     # So slow that no part gets to its end by itself meanwhile.
-    fault_proxy.throttle(MIB)
+    fault_proxy.throttle(MIB // 8)
     agent.notify_termination()
     new = agent.announce(new_path, 2, kind=agent_pb2.KIND_JUST_IN_TIME).save
-    wait_until(lambda: bool(parts_sent(fault_proxy, new)), 60, "its first part is on the wire")
+    wait_until(lambda: bool(parts_sent(fault_proxy, new)), HANG_SECONDS, "its first part is on the wire")
     # The last bytes of one that is nearly through may be in the proxy's buffers.
     on_the_wire = [part for part in parts_sent(fault_proxy, old) if not part.status]
     taken_off = [part for part in on_the_wire if part.body_bytes < PART_BYTES - MIB]

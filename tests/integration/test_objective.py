@@ -7,18 +7,19 @@ from typing import Any
 
 import pytest
 from tests.harness.agent_process import wait_until
+from tests.harness.bounds import HANG_SECONDS
 from tests.harness.bucket_view import BucketView
 from tests.harness.run_process import RunProcess
 from tests.servers.fault_proxy import FaultProxy
 from tests.servers.server import Bucket
 
-RECOVERY_POINT_SECONDS = 24.0
+RECOVERY_POINT_SECONDS = 30.0
 SAVE_BYTES = 4 * 1024 * 1024
 STORE_BYTES_PER_SECOND = 16 * 1024 * 1024
 COMMITS = 2
 JUST_IN_TIME = 143
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 def moments(run: RunProcess, event: str) -> list[float]:
@@ -38,18 +39,19 @@ def test_a_program_without_a_schedule_is_asked_in_time_when_the_store_slows_down
     with RunProcess(
         tmp_path / "volume", rclone_bucket.destination, trainer={"SAVE_BYTES": SAVE_BYTES}, **options
     ) as run:
-        wait_until(lambda: len(view.markers()) >= COMMITS, 120, "checkpoints are committed")
+        wait_until(lambda: len(view.markers()) >= COMMITS, HANG_SECONDS, "checkpoints are committed")
         fault_proxy.throttle(STORE_BYTES_PER_SECOND // 10)
-        wait_until(lambda: len(view.markers()) >= 2 * COMMITS, 180, "more are committed")
+        wait_until(lambda: len(view.markers()) >= 2 * COMMITS, HANG_SECONDS, "more are committed")
         run.process.terminate()
         assert run.wait() == JUST_IN_TIME
 
     announced, committed = moments(run, "checkpoint.announced"), moments(run, "checkpoint.committed")
-    ages = [later - taken for taken, later in zip(announced, committed[1:], strict=False)]
-    # A machine that is too busy for it must say so.
-    assert max(ages[: 2 * COMMITS - 1]) <= RECOVERY_POINT_SECONDS or run.log("objective.missed")
     requests = moments(run, "save.requested")
     assert len(requests) >= 2 * COMMITS
+    # How long the next save takes is up to the machine; that one like the last would be in time is up to the agent,
+    # which leaves a tenth for a machine that wakes it late.
+    for taken, stored, asked in zip(announced, committed, requests[1 : 2 * COMMITS], strict=False):
+        assert asked - taken + stored - taken <= RECOVERY_POINT_SECONDS or run.log("objective.missed")
     for asked, again in pairwise(requests[: 2 * COMMITS]):
         assert any(asked <= moment <= again for moment in committed), "asked while a save is on its way"
 
@@ -61,7 +63,7 @@ def test_an_overhead_that_does_not_allow_it_is_said(tmp_path: Path, rclone_bucke
         "max_overhead": "0.0001%",
     }
     with RunProcess(tmp_path / "volume", rclone_bucket.destination, **options) as run:
-        wait_until(lambda: bool(run.log("objective.missed")), 120, "it says so")
+        wait_until(lambda: bool(run.log("objective.missed")), HANG_SECONDS, "it says so")
         run.process.terminate()
         assert run.wait() == JUST_IN_TIME
     (said,) = run.log("objective.missed")

@@ -2,7 +2,6 @@
 
 import signal
 import statistics
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,8 +9,9 @@ from typing import Any
 
 import pytest
 from tests.harness.agent_process import AgentProcess, tree, wait_until, write_checkpoint
+from tests.harness.bounds import HANG_SECONDS
 from tests.harness.bucket_view import BucketView
-from tests.harness.run_process import TRAINER, RunProcess
+from tests.harness.run_process import RunProcess
 from tests.servers.fault_proxy import FaultProxy
 from tests.servers.faults import Fault, Request, Rule
 from tests.servers.server import Bucket
@@ -25,14 +25,6 @@ PARTS = 4 + 3
 SLOW_DOWN = b"<Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>"
 OUTAGE_SECONDS = 60.0
 JUST_IN_TIME = 143
-
-# An agent that answers late on a busy machine is not away: what it is not told, it cannot commit.
-PATIENT_TRAINER = f"""
-import runpy
-from keepstep.agent_client import channel
-channel.Channel._call.__kwdefaults__["deadline_seconds"] = channel.ANNOUNCE_SECONDS = {OUTAGE_SECONDS / 6}
-runpy.run_path({str(TRAINER)!r}, run_name="__main__")
-"""
 
 
 @pytest.fixture(params=["rclone", "seaweed"])
@@ -66,7 +58,7 @@ def commit_three(agent: AgentProcess) -> dict[int, dict[str, bytes]]:
         originals[step] = tree(path)
         saves.append(agent.announce(path, step).save)
     for save in saves:
-        agent.wait_committed(save, 90)
+        agent.wait_committed(save)
     return originals
 
 
@@ -89,34 +81,33 @@ def part_writes(proxy: FaultProxy) -> list[Request]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 def test_training_does_not_notice_a_minute_without_the_store(
     rclone_bucket: Bucket, fault_proxy: FaultProxy, tmp_path: Path
 ) -> None:
     view = BucketView(rclone_bucket)
     every = 100
     trainer = {"EVERY": every, "SAVE_BYTES": 2 * MIB}
-    command = (sys.executable, "-c", PATIENT_TRAINER)
-    options: dict[str, Any] = {"endpoint_url": fault_proxy.endpoint_url, "grace_seconds": 60, "command": command}
+    options: dict[str, Any] = {"endpoint_url": fault_proxy.endpoint_url, "grace_seconds": 600}
     with RunProcess(tmp_path / "volume", rclone_bucket.destination, trainer=trainer, **options) as run:
-        wait_until(lambda: bool(view.markers()), 60, "a checkpoint is committed")
+        wait_until(lambda: bool(view.markers()), HANG_SECONDS, "a checkpoint is committed")
         fault_proxy.outage(True)
         ends_at = time.monotonic() + OUTAGE_SECONDS
         steps_before = run.steps()
-        wait_until(lambda: time.monotonic() >= ends_at, OUTAGE_SECONDS + 1, "the outage is over")
+        # It lasts until there are two saves and more steps, for which nobody can have waited for its end.
+        run.wait_steps(3 * every)
+        wait_until(lambda: time.monotonic() >= ends_at, HANG_SECONDS, "the outage is over")
         steps_in_outage = run.steps()[len(steps_before) :]
-        committed_before = len(view.markers())
         fault_proxy.outage(False)
         newest = steps_in_outage[-1][0] // every * every
-        wait_until(lambda: newest in view.steps(), 60, "the newest is committed")
+        wait_until(lambda: newest in view.steps(), HANG_SECONDS, "the newest is committed")
         run.signal(signal.SIGTERM)
         assert run.wait() == JUST_IN_TIME, run.output()[-2000:]
-        last_step = run.steps()[-1][0]
-    assert newest > committed_before * every, "nothing was saved while the store was away"
-    seconds, usual = ([taken for _, taken in steps] for steps in (steps_in_outage, steps_before))
-    # Whoever waited for the store would wait for its end.
-    assert max(seconds) < OUTAGE_SECONDS / 2
-    assert statistics.median(seconds) < 5 * statistics.median(usual)
+        steps = run.steps()
+    last_step = steps[-1][0]
+    beside = steps[: len(steps_before)] + steps[len(steps_before) + len(steps_in_outage) :]
+    seconds, usual = (statistics.median(taken for _, taken in some) for some in (steps_in_outage, beside))
+    assert seconds < 5 * usual
     # All that was saved meanwhile is there, oldest included, and each once.
     assert view.steps() == [
         *range(every, last_step, every),
@@ -155,7 +146,7 @@ def test_a_gateway_that_answers_404_now_and_then_fails_no_checkpoint(
             )
         originals = commit_three(agent)
         agent.terminate()
-        assert agent.wait(60) == 0
+        assert agent.wait(HANG_SECONDS) == 0
     assert {name: fault_proxy.hits(name) for name in kinds} == dict.fromkeys(kinds, 2)
     check_whole(rclone_bucket, originals, tmp_path / "other")
 
@@ -213,12 +204,12 @@ def test_an_outage_with_hundreds_of_files_is_no_storm_and_ends_soon(
         files = {f"{n}-{'n' * 100}": 100 for n in range(300)}
         path = write_checkpoint(agent.checkpoints / "checkpoint-1", files, seed=1)
         save = agent.announce(path, 1).save
-        wait_until(lambda: fault_proxy.hits("down") > 8, 60, "the store was asked and failed")
+        wait_until(lambda: fault_proxy.hits("down") > 8, HANG_SECONDS, "the store was asked and failed")
         requests_before, ends_at = fault_proxy.hits("down"), time.monotonic() + 10
-        wait_until(lambda: time.monotonic() >= ends_at, 11, "ten seconds of outage")
+        wait_until(lambda: time.monotonic() >= ends_at, HANG_SECONDS, "ten seconds of outage")
         requests = fault_proxy.hits("down") - requests_before
         fault_proxy.clear()
-        agent.wait_committed(save, 90)
+        agent.wait_committed(save)
         lines = agent.log("work.failed")
     assert requests < 60
     assert len(lines) < 20

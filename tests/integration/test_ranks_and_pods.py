@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 import grpc
 import pytest
 from tests.harness.agent_process import AgentProcess, tree, wait_until, write_checkpoint
+from tests.harness.bounds import HANG_SECONDS
 from tests.harness.bucket_view import BucketView
 from tests.harness.trainer_process import TrainerProcess
 from tests.servers.fault_proxy import FaultProxy
@@ -112,7 +113,7 @@ MOMENTS: dict[str, Callable[[Request], bool]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("journal", ["kept", "lost"])
 def test_a_directory_of_two_ranks_survives_the_agents_death_at_every_step_of_its_way(
     make_pods: MakePods, rclone_bucket: Bucket, tmp_path: Path, journal: str
@@ -122,7 +123,7 @@ def test_a_directory_of_two_ranks_survives_the_agents_death_at_every_step_of_its
 
     def die_and_restart() -> None:
         pod.agent.kill()
-        wait_until(lambda: not pod.proxy.open_connections, 60, "the dead agent's requests are over")
+        wait_until(lambda: not pod.proxy.open_connections, HANG_SECONDS, "the dead agent's requests are over")
         pod.proxy.clear()
         if journal == "lost":
             for path in (pod.agent.volume / STATE_DIRECTORY / AGENT_STATE_DIRECTORY).glob(f"{JOURNAL}*"):
@@ -140,12 +141,14 @@ def test_a_directory_of_two_ranks_survives_the_agents_death_at_every_step_of_its
         for path in directory.iterdir():
             path.unlink()
         directory.rmdir()
-        wait_until(partial(seen, pod, happens), 60, moment)
+        wait_until(partial(seen, pod, happens), HANG_SECONDS, moment)
         die_and_restart()
         pod.agent.wait_committed(save_of(step))
         pod.proxy.log.clear()
         assert tree(view.restore(tmp_path / f"restored-{step}")) == original, moment
-        wait_until(lambda: not any((pod.agent.volume / STATE_DIRECTORY / "staged").iterdir()), 60, "no pin is left")
+        wait_until(
+            lambda: not any((pod.agent.volume / STATE_DIRECTORY / "staged").iterdir()), HANG_SECONDS, "no pin is left"
+        )
     assert [row["problems"] for row in view.verify()] == [[]] * len(MOMENTS)
     assert view.uploads() == []
 
@@ -184,8 +187,8 @@ def test_a_save_that_one_local_rank_never_announced_is_not_committed_and_the_nex
 def test_a_local_rank_that_dies_before_its_last_save_does_not_hold_the_agent_up(
     make_pods: MakePods, rclone_bucket: Bucket, tmp_path: Path
 ) -> None:
-    grace_seconds = 90.0
-    (pod,) = make_pods((0, 1), grace_seconds=grace_seconds)
+    # Longer than the test waits for it.
+    (pod,) = make_pods((0, 1), grace_seconds=3600)
     agent = pod.agent
     with TrainerProcess(agent.volume), TrainerProcess(agent.volume, local_rank=1) as killed:
         for local_rank, rank in enumerate(pod.ranks):
@@ -201,7 +204,7 @@ def test_a_local_rank_that_dies_before_its_last_save_does_not_hold_the_agent_up(
         assert agent.process.poll() is None, "it did not wait for rank 1"
         killed.die()
         # Rank 0 lives on; it may well wait for rank 1.
-        assert agent.wait(grace_seconds / 2) == 75, agent.log_text()
+        assert agent.wait(HANG_SECONDS) == 75, agent.log_text()
     assert "keepstep: not durable: checkpoint-2 (step 2, just-in-time) is announced" in agent.log_text()
     view = BucketView(rclone_bucket)
     assert view.steps() == [1]
@@ -209,7 +212,7 @@ def test_a_local_rank_that_dies_before_its_last_save_does_not_hold_the_agent_up(
 
 
 def test_the_end_waits_for_the_rank_that_is_missing_and_not_for_a_number_of_them(make_pods: MakePods) -> None:
-    (pod,) = make_pods((0, 1), grace_seconds=90.0)
+    (pod,) = make_pods((0, 1), grace_seconds=3600)
     agent = pod.agent
     with TrainerProcess(agent.volume) as first, TrainerProcess(agent.volume, local_rank=1):
         # Not in the order of their local ranks, as another launcher than torchrun may have it.
@@ -224,10 +227,10 @@ def test_the_end_waits_for_the_rank_that_is_missing_and_not_for_a_number_of_them
         agent.start()
         agent.terminate()
         first.die()
-        wait_until(lambda: agent.status().live_ranks == 1, 60, "the agent sees that rank 1 is gone")
+        wait_until(lambda: agent.status().live_ranks == 1, HANG_SECONDS, "the agent sees that rank 1 is gone")
         assert agent.process.poll() is None, "it did not wait for rank 0"
         pod.announce(1, [0], kind=JUST_IN_TIME)
-        assert agent.wait(60) == 0, agent.log_text()
+        assert agent.wait(HANG_SECONDS) == 0, agent.log_text()
 
 
 @pytest.mark.parametrize("last", [0, 1])
@@ -242,8 +245,8 @@ def test_two_pods_of_two_ranks_commit_when_both_have_sealed_and_not_before(
     held.proxy.add(Rule(name="held", fault=Fault.STATUS, method="PUT", target="/.keepstep/manifest-", times=-1))
     for pod in pods:
         pod.announce(1)
-    wait_until(lambda: free.phase(1) == agent_pb2.PHASE_SEALED, 60, "one pod has sealed")
-    wait_until(lambda: held.proxy.hits("held") > 2, 60, "the other one tries")
+    wait_until(lambda: free.phase(1) == agent_pb2.PHASE_SEALED, HANG_SECONDS, "one pod has sealed")
+    wait_until(lambda: held.proxy.hits("held") > 2, HANG_SECONDS, "the other one tries")
     assert view.markers() == []
     # Longer than a pod leaves to the one that has rank 0.
     with pytest.raises(grpc.RpcError) as waiting:
@@ -284,11 +287,11 @@ def test_when_one_pod_is_killed_before_it_sealed_both_restore_the_checkpoint_bef
                 Rule(name="held", fault=Fault.BLACKHOLE, method="PUT", target="/.keepstep/manifest-", times=-1)
             )
             killed.announce(2)
-            wait_until(lambda: killed.proxy.hits("held") > 0, 60, "its manifest is on the way")
+            wait_until(lambda: killed.proxy.hits("held") > 0, HANG_SECONDS, "its manifest is on the way")
     killed.agent.kill()
-    wait_until(lambda: survivor.phase(2) == agent_pb2.PHASE_SEALED, 60, "the other pod has sealed")
+    wait_until(lambda: survivor.phase(2) == agent_pb2.PHASE_SEALED, HANG_SECONDS, "the other pod has sealed")
     survivor.agent.terminate()
-    assert survivor.agent.wait(60) == 75, survivor.agent.log_text()
+    assert survivor.agent.wait(HANG_SECONDS) == 75, survivor.agent.log_text()
     assert len(view.markers()) == 1
     for pod in pods:
         restored = pod.restore(view, tmp_path)

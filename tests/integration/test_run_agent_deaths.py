@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from tests.harness.agent_process import wait_until
+from tests.harness.bounds import HANG_SECONDS
 from tests.harness.bucket_view import BucketView
 from tests.harness.run_process import JUST_IN_TIME, NOT_DURABLE, TRAINER, RunProcess, ends_of
 from tests.servers.fault_proxy import FaultProxy
@@ -31,7 +32,7 @@ def test_an_agent_that_dies_while_it_drains_is_started_again_and_finishes(
     rclone_bucket: Bucket, fault_proxy: FaultProxy, tmp_path: Path
 ) -> None:
     # It would take minutes, so that the agents are still at it when they are killed.
-    fault_proxy.throttle(30_000)
+    fault_proxy.throttle(10_000)
     trainer = {"STEPS": 3, "SAVE_BYTES": 4_000_000}
     volume, endpoint_url = tmp_path / "volume", fault_proxy.endpoint_url
     with RunProcess(volume, rclone_bucket.destination, trainer=trainer, endpoint_url=endpoint_url) as run:
@@ -88,7 +89,7 @@ sys.exit(int(os.environ["EXIT_CODE"]))
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(("code", "expected"), [(0, NOT_DURABLE), (7, 7)])
 def test_an_agent_that_never_comes_back_is_given_up_and_the_programs_failure_still_counts(
     tmp_path: Path, code: int, expected: int
@@ -97,7 +98,7 @@ def test_an_agent_that_never_comes_back_is_given_up_and_the_programs_failure_sti
     with RunProcess(
         tmp_path / "volume", f"file://{tmp_path}/store", command=command, trainer={"EXIT_CODE": code}
     ) as run:
-        assert run.wait(240) == expected, run.output()
+        assert run.wait() == expected, run.output()
     assert len(run.log("run.agent_given_up")) == 1
 
 
@@ -109,7 +110,7 @@ def test_with_a_lost_store_a_finished_program_ends_by_itself_and_the_code_says_s
 
 
 def test_a_just_in_time_save_that_a_lost_store_did_not_get_is_told_by_the_exit_code(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"endpoint_url": f"http://127.0.0.1:{free_port()}", "restore": "off", "grace_seconds": 8}
+    options: dict[str, Any] = {"endpoint_url": f"http://127.0.0.1:{free_port()}", "restore": "off", "grace_seconds": 20}
     with RunProcess(tmp_path / "volume", "s3://bucket/run", **options) as run:
         run.wait_steps(3)
         run.signal(signal.SIGTERM)
@@ -132,18 +133,19 @@ def test_a_notice_that_came_while_the_agent_was_away_reaches_the_next_one(tmp_pa
     volume, may_end = tmp_path / "volume", tmp_path / "may-end"
     command = (sys.executable, "-c", WAITS_FOR_A_FILE)
     trainer = {"MAY_END": may_end}
-    with RunProcess(volume, f"file://{tmp_path}/store", command=command, trainer=trainer) as run:
-        wait_until(lambda: "ready\n" in run.output(), 90, "the program runs")
+    options: dict[str, Any] = {"command": command, "trainer": trainer, "grace_seconds": 600}
+    with RunProcess(volume, f"file://{tmp_path}/store", **options) as run:
+        wait_until(lambda: "ready\n" in run.output(), HANG_SECONDS, "the program runs")
         agent_pid = run.agent_pid()
         assert agent_pid is not None
         with next_agent_held(volume):
             os.kill(agent_pid, signal.SIGKILL)
-            wait_until(lambda: bool(ends_of(run)), 60, "the agent is away")
+            wait_until(lambda: bool(ends_of(run)), HANG_SECONDS, "the agent is away")
             run.signal(signal.SIGTERM)
             # The program does not wait for an agent to come back.
-            wait_until(lambda: "told\n" in run.output(), 60, "the program is told")
+            wait_until(lambda: "told\n" in run.output(), HANG_SECONDS, "the program is told")
             assert len(run.log("agent.serving")) == 1
-        wait_until(lambda: bool(run.log("termination.noticed")), 60, "the next agent is told")
+        wait_until(lambda: bool(run.log("termination.noticed")), HANG_SECONDS, "the next agent is told")
         may_end.touch()
         assert run.wait() == 0, run.output()
     assert {line["source"] for line in run.log("termination.noticed")} == {"runner SIGTERM"}
@@ -157,7 +159,7 @@ def test_a_drain_is_hurried_by_a_signal_that_came_while_its_agent_was_away(tmp_p
         agent_pid = run.agent_pid()
         assert agent_pid is not None
         os.kill(agent_pid, signal.SIGKILL)
-        wait_until(lambda: bool(ends_of(run)), 60, "the agent is away")
+        wait_until(lambda: bool(ends_of(run)), HANG_SECONDS, "the agent is away")
         run.signal(signal.SIGTERM)
         # Unhurried, it would drain for ever.
         assert run.wait() == NOT_DURABLE, run.output()

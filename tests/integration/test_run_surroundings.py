@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.harness.agent_process import wait_until
+from tests.harness.bounds import HANG_SECONDS
 from tests.harness.bucket_view import BucketView
 from tests.harness.run_process import JUST_IN_TIME, TRAINER, RunProcess
 from tests.servers.server import Bucket
@@ -30,7 +31,7 @@ def test_a_second_run_on_a_volume_is_refused_and_named_the_first(tmp_path: Path)
             "--",
             "true",
         ]
-        second = subprocess.run(again, capture_output=True, text=True, timeout=90, check=False)
+        second = subprocess.run(again, capture_output=True, text=True, timeout=HANG_SECONDS, check=False)
         assert second.returncode == 1
         holder = f"process {first.process.pid} on {socket.gethostname()}"
         assert second.stderr.splitlines()[0] == f"error: another `keepstep run` uses the volume {volume}: {holder}"
@@ -39,7 +40,7 @@ def test_a_second_run_on_a_volume_is_refused_and_named_the_first(tmp_path: Path)
         first.signal(signal.SIGTERM)
         assert first.wait() == JUST_IN_TIME, first.output()
     # With the first one the lock is gone, however it ended.
-    assert subprocess.run(again, capture_output=True, timeout=90, check=False).returncode == 0
+    assert subprocess.run(again, capture_output=True, timeout=HANG_SECONDS, check=False).returncode == 0
 
 
 def test_a_run_of_srun_is_warned_that_its_ranks_have_no_agent(tmp_path: Path) -> None:
@@ -64,12 +65,12 @@ def runs(pid: int) -> bool:
 def test_a_runner_that_was_killed_leaves_no_training_behind_and_no_step_unsaved(
     rclone_bucket: Bucket, tmp_path: Path
 ) -> None:
-    options: dict[str, Any] = {"endpoint_url": rclone_bucket.endpoint_url, "grace_seconds": 60}
+    options: dict[str, Any] = {"endpoint_url": rclone_bucket.endpoint_url, "grace_seconds": 600}
     with RunProcess(tmp_path / "volume", rclone_bucket.destination, **options) as run:
         run.wait_steps(3)
         children = list(run.children())
         run.process.kill()
-        wait_until(lambda: not any(map(runs, children)), 90, "its children end")
+        wait_until(lambda: not any(map(runs, children)), HANG_SECONDS, "its children end")
     assert BucketView(rclone_bucket).steps() == [run.steps()[-1][0]]
 
 
@@ -102,11 +103,11 @@ def test_a_run_whose_stderr_nobody_reads_any_more_still_saves_just_in_time(
     finally:
         os.close(writing)
     try:
-        wait_until(lambda: step_log.exists() and len(step_log.read_text().splitlines()) > 3, 90, "training")
+        wait_until(lambda: step_log.exists() and len(step_log.read_text().splitlines()) > 3, HANG_SECONDS, "training")
         os.close(reading)
         process.send_signal(signal.SIGTERM)
-        assert process.wait(90) == JUST_IN_TIME
+        assert process.wait(HANG_SECONDS) == JUST_IN_TIME
     finally:
         process.kill()
-        process.wait(10)
+        process.wait(HANG_SECONDS)
     assert len(BucketView(rclone_bucket).markers()) == 1

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from tests.harness.agent_process import AgentProcess, tree, wait_until, write_checkpoint
+from tests.harness.bounds import HANG_SECONDS
 from tests.harness.bucket_view import BucketView
 from tests.servers.fault_proxy import FaultProxy
 from tests.servers.faults import Request
@@ -48,7 +49,7 @@ def test_many_small_files_are_a_few_archives_that_tar_unpacks_and_restore_brings
     unpacked.mkdir()
     for key in packs:
         (tmp_path / "pack.tar").write_bytes(view.read(key))
-        subprocess.run(["tar", "-xf", tmp_path / "pack.tar", "-C", unpacked], check=True, timeout=60)
+        subprocess.run(["tar", "-xf", tmp_path / "pack.tar", "-C", unpacked], check=True, timeout=HANG_SECONDS)
     assert tree(unpacked) == {path: body for path, body in original.items() if path in SMALL}
     assert [row["problems"] for row in view.verify()] == [[]]
     assert tree(view.restore(tmp_path / "other")) == original
@@ -64,9 +65,9 @@ def test_packs_go_on_after_a_kill_and_those_that_were_stored_are_not_sent_again(
         original = tree(source)
         save = agent.announce(source, 1).save
         # What the first ones were answered is in the journal once the next are on the wire.
-        wait_until(lambda: accepted_packs(fault_proxy).total() >= 3, 60, "packs arrive")
+        wait_until(lambda: accepted_packs(fault_proxy).total() >= 3, HANG_SECONDS, "packs arrive")
         agent.kill()
-        wait_until(lambda: not fault_proxy.open_connections, 60, "the dead agent's requests are over")
+        wait_until(lambda: not fault_proxy.open_connections, HANG_SECONDS, "the dead agent's requests are over")
         before = accepted_packs(fault_proxy)
         fault_proxy.throttle(0)
         agent.start()
@@ -84,16 +85,16 @@ def test_a_small_file_that_is_changed_before_it_is_sent_fails_its_checkpoint_alo
     change: str, rclone_bucket: Bucket, fault_proxy: FaultProxy, tmp_path: Path
 ) -> None:
     files = {f"{number:03d}.bin": 100 * KIB for number in range(400)}
-    fault_proxy.throttle(2 * KIB * KIB)
+    fault_proxy.throttle(KIB * KIB // 2)
     with start_agent(tmp_path / "volume", rclone_bucket, fault_proxy.endpoint_url) as agent:
         source = write_checkpoint(agent.checkpoints / "checkpoint-1", files)
         save = agent.announce(source, 1).save
-        wait_until(lambda: any(map(is_pack, fault_proxy.log)), 60, "the first packs are on the wire")
+        wait_until(lambda: any(map(is_pack, fault_proxy.log)), HANG_SECONDS, "the first packs are on the wire")
         # The last pack waits for its turn.
         with (source / "399.bin").open("r+b") as file:
             file.truncate(1000) if change == "shortened" else file.write(b"other bytes")
         fault_proxy.throttle(0)
-        wait_until(lambda: bool(agent.log("checkpoint.failed")), 60, "the checkpoint fails")
+        wait_until(lambda: bool(agent.log("checkpoint.failed")), HANG_SECONDS, "the checkpoint fails")
         (line,) = agent.log("checkpoint.failed")
         assert (line["save"], line["kind"]) == (save, "file-changed")
         assert "399.bin" in line["reason"]

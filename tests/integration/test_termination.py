@@ -1,7 +1,6 @@
 """The pod ends: what the agent gets out, in which order, what it says of the rest, and when it leaves."""
 
 import itertools
-import time
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 import grpc
 import pytest
 from tests.harness.agent_process import AgentProcess, wait_until, write_checkpoint
+from tests.harness.bounds import HANG_SECONDS
 from tests.harness.bucket_view import BucketView
 from tests.harness.trainer_process import TrainerProcess
 from tests.servers.fault_proxy import FaultProxy
@@ -19,8 +19,9 @@ from tests.servers.server import Bucket
 from keepstep_api.v1 import agent_pb2
 
 MIB = 1024 * 1024
-# So long that nobody takes a slow machine for an agent that waits for the end of it.
-GRACE_SECONDS = 90.0
+BACKLOG_BYTES = 120 * MIB
+# Longer than any test waits: an agent that waited for the end of it would be one that hangs.
+GRACE_SECONDS = 3600.0
 PERIODIC, JUST_IN_TIME = agent_pb2.KIND_PERIODIC, agent_pb2.KIND_JUST_IN_TIME
 NOT_DURABLE = 75
 
@@ -76,20 +77,14 @@ def left_at(agent: AgentProcess) -> float:
     return datetime.fromisoformat(agent.log("agent.exiting")[-1]["timestamp"]).timestamp()
 
 
-def seconds_until_the_end(agent: AgentProcess, limit_seconds: float) -> tuple[int, float]:
-    """Exit code, and how long it took from now."""
-    began = time.monotonic()
-    return agent.wait(limit_seconds), time.monotonic() - began
-
-
 @pytest.mark.parametrize("order", ORDERS, ids="-".join)
 def test_with_time_enough_the_last_save_and_then_the_backlog_are_committed(pod: Pod, order: tuple[str, ...]) -> None:
     pod.proxy.throttle(8 * MIB)
     with pod.agent as agent, TrainerProcess(agent.volume) as trainer:
         pod.warm_up()
-        wait_until(lambda: agent.status().live_ranks == 1, 60, "the agent sees the trainer")
+        wait_until(lambda: agent.status().live_ranks == 1, HANG_SECONDS, "the agent sees the trainer")
         # Nothing of the backlog is stored before the last save is announced.
-        pod.proxy.throttle(MIB // 4)
+        pod.proxy.throttle(MIB // 16)
         for step in (10, 20):
             pod.save(step, 5 * MIB)
         actions: dict[str, Callable[[], object]] = {
@@ -101,9 +96,8 @@ def test_with_time_enough_the_last_save_and_then_the_backlog_are_committed(pod: 
         for name in order:
             actions[name]()
         pod.proxy.throttle(8 * MIB)
-        code, seconds = seconds_until_the_end(agent, GRACE_SECONDS)
+        code = agent.wait(HANG_SECONDS)
     assert code == 0, agent.log_text()
-    assert seconds < GRACE_SECONDS / 2
     assert pod.committed_steps()[:2] == [1, 30]
     assert pod.stored_steps() == [1, 10, 20, 30]
     assert pod.not_durable() == []
@@ -114,18 +108,18 @@ def test_with_too_little_time_the_newest_goes_first_and_the_rest_is_named(
 ) -> None:
     # What was on the way when it was taken off the wire still goes through the proxy: little, on two connections.
     pod = Pod(tmp_path / "volume", rclone_bucket, fault_proxy, max_concurrency=2)
-    # A minute for each of the backlog: it fits as little when a slow machine has sent a part of it before the notice.
+    # Four minutes for each of the backlog: it fits as little when a busy machine has sent some before the notice.
     pod.proxy.throttle(MIB // 2)
     with pod.agent as agent, TrainerProcess(agent.volume) as trainer:
         pod.warm_up()
         for step in (10, 20):
-            pod.save(step, 30 * MIB)
-        agent.notify_termination(grace_seconds=30)
+            pod.save(step, BACKLOG_BYTES)
+        agent.notify_termination(grace_seconds=110)
         deadline = agent.status().deadline
         pod.save(30, MIB, JUST_IN_TIME)
         trainer.die()
         agent.terminate()
-        code = agent.wait(60)
+        code = agent.wait(HANG_SECONDS)
     assert code == 0, agent.log_text()
     # Nothing more would fit, so it does not stay for its deadline.
     assert deadline - left_at(agent) > 5
@@ -134,7 +128,7 @@ def test_with_too_little_time_the_newest_goes_first_and_the_rest_is_named(
     assert [line.split()[3] for line in lines] == ["checkpoint-20", "checkpoint-10"]
     assert all(line.endswith(f"its files lie under {agent.volume}") for line in lines)
     for step in (10, 20):
-        assert (agent.checkpoints / f"checkpoint-{step}" / "model.safetensors").stat().st_size == 30 * MIB
+        assert (agent.checkpoints / f"checkpoint-{step}" / "model.safetensors").stat().st_size == BACKLOG_BYTES
 
 
 def test_when_not_even_the_newest_fits_the_exit_code_and_a_line_for_each_say_so(pod: Pod) -> None:
@@ -143,20 +137,19 @@ def test_when_not_even_the_newest_fits_the_exit_code_and_a_line_for_each_say_so(
         pod.warm_up()
         pod.save(10, 20 * MIB)
         pod.save(20, 40 * MIB, JUST_IN_TIME)
+        # Whoever waited for the bytes now would wait for ten minutes.
+        pod.proxy.throttle(MIB // 16)
         agent.notify_termination(grace_seconds=6)
-        deadline = agent.status().deadline
         trainer.die()
         agent.terminate()
-        assert agent.wait(100) == NOT_DURABLE, agent.log_text()
-        # Whoever waited for the bytes would leave a minute later; a slow machine may be late by some seconds.
-        assert left_at(agent) < deadline + 15
+        assert agent.wait(HANG_SECONDS) == NOT_DURABLE, agent.log_text()
         assert [line.split()[3] for line in pod.not_durable()] == ["checkpoint-20", "checkpoint-10"]
         assert pod.stored_steps() == [1]
 
         # What lay on the volume goes out with the next start of the pod.
         pod.proxy.throttle(0)
         agent.start()
-        wait_until(lambda: pod.stored_steps() == [1, 10, 20], 60, "what was left is committed")
+        wait_until(lambda: pod.stored_steps() == [1, 10, 20], HANG_SECONDS, "what was left is committed")
 
 
 def test_a_trainer_that_dies_without_saving_is_not_waited_for(pod: Pod) -> None:
@@ -165,25 +158,24 @@ def test_a_trainer_that_dies_without_saving_is_not_waited_for(pod: Pod) -> None:
         pod.save(10, 2 * MIB)
         agent.notify_termination()
         agent.terminate()
-        wait_until(lambda: pod.stored_steps() == [1, 10], 60, "the backlog is committed")
+        wait_until(lambda: pod.stored_steps() == [1, 10], HANG_SECONDS, "the backlog is committed")
         assert agent.process.poll() is None, "it left a living trainer that owes its last save"
         trainer.die()
-        code, seconds = seconds_until_the_end(agent, GRACE_SECONDS)
+        code = agent.wait(HANG_SECONDS)
     assert code == 0, agent.log_text()
-    assert seconds < GRACE_SECONDS / 3
 
 
 def test_a_trainer_that_never_saves_is_waited_for_until_the_grace_ends(
     tmp_path: Path, rclone_bucket: Bucket, fault_proxy: FaultProxy
 ) -> None:
-    reserve_seconds = 10.0
+    reserve_seconds = 60.0
     pod = Pod(tmp_path / "volume", rclone_bucket, fault_proxy, commit_reserve_seconds=reserve_seconds)
     with pod.agent as agent, TrainerProcess(agent.volume):
         pod.warm_up()
         agent.notify_termination(grace_seconds=reserve_seconds + 8)
         deadline = agent.status().deadline
         agent.terminate()
-        code = agent.wait(60)
+        code = agent.wait(HANG_SECONDS)
     assert code == 0, agent.log_text()
     # The reserve for the commit is not waited away: who did would leave in the last second.
     assert 1 < deadline - left_at(agent) < reserve_seconds + 1
@@ -195,9 +187,8 @@ def test_a_trainer_that_lives_on_after_its_last_save_does_not_hold_the_agent_up(
         agent.notify_termination()
         pod.save(20, 2 * MIB, JUST_IN_TIME)
         agent.terminate()
-        code, seconds = seconds_until_the_end(agent, GRACE_SECONDS)
+        code = agent.wait(HANG_SECONDS)
     assert code == 0, agent.log_text()
-    assert seconds < GRACE_SECONDS / 3
     assert pod.stored_steps() == [1, 20]
 
 
@@ -210,9 +201,8 @@ def test_every_local_rank_is_waited_for(pod: Pod) -> None:
         pod.save(20, 2 * MIB, JUST_IN_TIME, rank=0, **shared)
         assert agent.status().checkpoints[0].phase == agent_pb2.PHASE_ANNOUNCED
         pod.save(20, 2 * MIB, JUST_IN_TIME, rank=1, **shared)
-        code, seconds = seconds_until_the_end(agent, GRACE_SECONDS)
+        code = agent.wait(HANG_SECONDS)
     assert code == 0, agent.log_text()
-    assert seconds < GRACE_SECONDS / 3
     assert pod.stored_steps() == [1, 20]
 
 
@@ -228,7 +218,9 @@ def test_an_agent_that_crashes_while_it_ends_goes_on_ending_after_its_restart(po
         deadline = agent.status().deadline
         pod.save(20, 30 * MIB, JUST_IN_TIME)
         agent.terminate()
-        wait_until(lambda: agent.status().checkpoints[0].durable_bytes > 0, 60, "a part of the last save is stored")
+        wait_until(
+            lambda: agent.status().checkpoints[0].durable_bytes > 0, HANG_SECONDS, "a part of the last save is stored"
+        )
         agent.kill()
         assert pod.stored_steps() == [1]
 
@@ -236,10 +228,10 @@ def test_an_agent_that_crashes_while_it_ends_goes_on_ending_after_its_restart(po
         agent.start()
         status = agent.status()
         assert status.terminating
-        assert status.deadline == pytest.approx(deadline)
+        assert status.deadline == pytest.approx(deadline, abs=1)
         trainer.die()
         agent.terminate()
-        code = agent.wait(GRACE_SECONDS)
+        code = agent.wait(HANG_SECONDS)
     assert code == 0, agent.log_text()
     assert pod.stored_steps() == [1, 10, 20]
     steps = pod.committed_steps()
@@ -251,7 +243,7 @@ def test_an_agent_that_is_leaving_refuses_new_announcements_clearly_or_is_gone(p
         pod.warm_up()
         agent.notify_termination()
         agent.terminate()
-        assert agent.wait(GRACE_SECONDS) == 0
+        assert agent.wait(HANG_SECONDS) == 0
         with pytest.raises(grpc.RpcError) as refusal:
             pod.save(20, MIB)
     assert refusal.value.code() is grpc.StatusCode.UNAVAILABLE

@@ -7,6 +7,7 @@ from urllib.parse import urlsplit
 
 import pytest
 from tests.harness.agent_process import AgentProcess, tree, wait_until, write_checkpoint
+from tests.harness.bounds import HANG_SECONDS
 from tests.harness.bucket_view import BucketView
 from tests.servers.ceph import missing_programs
 from tests.servers.fault_proxy import FaultProxy
@@ -30,9 +31,6 @@ class Attempt:
             endpoint_url=proxy.endpoint_url,
             part_size_bytes="5MiB",
             watch="off",
-            # A line that went dead is given up soon.
-            connect_timeout_seconds=1,
-            read_timeout_seconds=1,
         )
         self.seed = NAMES.index(name)
         self.save = ""
@@ -42,6 +40,12 @@ class Attempt:
         source = write_checkpoint(self.agent.checkpoints / f"checkpoint-{STEP}", SIZES, seed=self.seed)
         self.original = tree(source)
         self.save = self.agent.announce(source, STEP).save
+
+    def cut_off(self) -> None:
+        """Its dead line is cut, and the next one works."""
+        self.proxy.clear()
+        self.proxy.outage(True)
+        self.proxy.outage(False)
 
     def written(self) -> set[str]:
         """Keys that it has asked the store to write, whatever came of it."""
@@ -89,10 +93,10 @@ def test_whoever_commits_last_no_key_is_shared_and_both_checkpoints_are_whole(
     for name in NAMES:
         attempts[name].announce()
     free.agent.wait_committed(free.save)
-    wait_until(lambda: held.proxy.hits("dead") > 0, 60, "the other one is held up")
+    wait_until(lambda: held.proxy.hits("dead") > 0, HANG_SECONDS, "the other one is held up")
     view = BucketView(bucket)
     assert [marker.split(".")[-2] for marker in view.markers()] == [free.save]
-    held.proxy.clear()
+    held.cut_off()
     held.agent.wait_committed(held.save)
 
     assert held.save != free.save
@@ -116,7 +120,7 @@ def test_after_a_restart_with_the_same_volume_the_late_commit_changes_nothing(
     held, free = attempts[last], attempts[first]
     held.proxy.add(Rule(name="dead", fault=Fault.BLACKHOLE, method="PUT", target="/.keepstep/commits/", times=-1))
     held.announce()
-    wait_until(lambda: held.proxy.hits("dead") > 0, 60, "its marker is on the way")
+    wait_until(lambda: held.proxy.hits("dead") > 0, HANG_SECONDS, "its marker is on the way")
     held.agent.kill()
     free.announce()
     free.agent.wait_committed(free.save)
@@ -133,7 +137,6 @@ def test_conditional_writes_are_used_where_the_store_has_them_and_not_missed_whe
     attempt = attempts["new"]
     attempt.announce()
     attempt.agent.wait_committed(attempt.save)
-    # More than one where the store took longer than the second that it is given.
     markers = [
         one
         for one in attempt.proxy.log
