@@ -9,6 +9,7 @@ import pytest
 from benchmarks.beside_sdk.__main__ import main
 from benchmarks.beside_sdk.report import Rounds, Turn, notes_of, page, stalls
 from benchmarks.beside_sdk.with_sdk import FOLDER, INSTRUMENTATION
+from tests.harness.bounds import HANG_SECONDS
 
 ROOT = Path(__file__).parents[2]
 SDK = Turn(first_stall=0.2, later_stall=0.1, to_durable=3.0, resumed_start=4.0)
@@ -85,7 +86,7 @@ def test_the_sdk_s_code_runs_around_the_program(tmp_path: Path) -> None:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=HANG_SECONDS,
         check=False,
     )
     assert ran.stdout.splitlines() == ["before incomplete", "trains well", "after"], ran.stderr

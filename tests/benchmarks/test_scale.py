@@ -8,7 +8,7 @@ from benchmarks import scale, scale_simulation
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_real_agents_commit_also_without_their_committer_and_at_their_end(short_directory: Path) -> None:
     found = scale.measure(short_directory, 3, rounds=1)
     assert [one.what for one in found] == ["commit", "committer killed", "end of all pods"]
@@ -21,7 +21,7 @@ def test_real_agents_commit_also_without_their_committer_and_at_their_end(short_
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_the_committer_s_memory_is_that_of_a_process_that_reads_all_manifests(short_directory: Path) -> None:
     assert 30 < scale.committer_memory_mib(short_directory, 20) < scale.MEMORY_GOAL_MIB
 

@@ -11,12 +11,12 @@ from typing import Any, Final
 
 from selenium.webdriver import ActionChains, Chrome, ChromeOptions
 from selenium.webdriver.chrome.service import Service
+from tests.harness.bounds import HANG_SECONDS
 
 _PROGRAMS: Final = ("chromium", "chromedriver")
 _SANDBOX: Final = Path("/usr/lib/chromium/chrome-sandbox")
 _AXE: Final = Path(__file__).parent / "node_modules" / "axe-core" / "axe.min.js"
 _RULES: Final = ("wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa")
-_PAGE_SECONDS: Final = 60.0
 
 PHONE: Final = 360
 NARROWEST: Final = 320
@@ -138,8 +138,8 @@ def chromium() -> Iterator[Browser]:
         service = Service(str(shutil.which("chromedriver")), env={**os.environ, "HOME": profile})
         driver = Chrome(options=options, service=service)
         try:
-            driver.set_page_load_timeout(_PAGE_SECONDS)
-            driver.set_script_timeout(_PAGE_SECONDS)
+            driver.set_page_load_timeout(HANG_SECONDS)
+            driver.set_script_timeout(HANG_SECONDS)
             yield Browser(driver)
         finally:
             driver.quit()

@@ -9,15 +9,14 @@ import pytest
 from selenium.webdriver.common.keys import Keys
 from tests.browser.chromium import DESK, NARROWEST, PHONE, Browser
 from tests.browser.conftest import HOSTILE, Shown
+from tests.harness.bounds import HANG_SECONDS
 from tests.servers.process import Daemon, wait_until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 ROWS = "tbody th a"
 TEAMS = [f"teams/{name}" for name in ("abandoned", "complete", "interrupted", "running", "stopped", "unreadable")]
 TRAINING = Path(__file__).parents[2] / "examples" / "fleet" / "train.py"
-_OPEN_SECONDS = 20.0
-"""It takes some tenths of a second. The bound is for a page that costs requests to the store."""
 TOKEN = "a token of the tests, long enough"
 
 Show = Callable[..., Shown]
@@ -164,14 +163,12 @@ def test_500_runs_of_200_checkpoints_are_opened_sorted_and_searched(browser: Bro
     command = [sys.executable, "-m", "tests.console.many_runs", "500", "200", "--stay"]
     console = Daemon(command, tmp_path / "console.log")
     try:
-        wait_until(lambda: "http://" in console.log.read_text(), "all runs are read", 150.0)
+        wait_until(lambda: "http://" in console.log.read_text(), "all runs are read", HANG_SECONDS)
         address = next(line for line in console.log.read_text().splitlines() if line.startswith("http://"))
         browser.open(address)
         assert "500 runs" in browser.text()
         names = browser.texts(ROWS)
         assert names[0] == "team/run-00000"
-        # What the server and the browser take for it, beside whatever else this machine does.
-        assert browser.run("return performance.getEntriesByType('navigation')[0].duration") < 1000 * _OPEN_SECONDS
         browser.driver.find_element("name", "q").send_keys("00499")
         wait_for_rows(browser, ["team/run-00499"])
         browser.driver.find_element("link text", "team/run-00499").click()

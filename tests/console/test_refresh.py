@@ -9,6 +9,7 @@ from tests.console.conftest import NOW, Opener
 from tests.console.many_runs import BEGAN_AT, ManyRuns
 from tests.console.stored_runs import interrupted_run, long_run, marker_of, run_objects
 from tests.core.noted_lives import NotedLife
+from tests.harness.bounds import HANG_SECONDS
 
 from keepstep_agent.console import refresh
 from keepstep_agent.console.refresh import Runs
@@ -47,6 +48,16 @@ async def test_a_round_lists_each_running_run_twice_and_reads_only_what_is_new()
     assert overview.recovery.step == 9900
 
 
+async def test_a_page_asks_the_store_for_nothing(console: Opener) -> None:
+    opened = await console()
+    opened.put("one/", interrupted_run())
+    await opened.runs.read_all()
+    opened.store.calls.clear()
+    for address in ("/", "/?q=one&sort=goodput", "/run?name=one", "/api/runs", "/api/run?name=one"):
+        assert (await opened.get(address))[0] == 200
+    assert opened.store.calls == []
+
+
 async def test_runs_that_do_not_run_are_looked_at_less_often() -> None:
     store = ManyRuns(RUNS, 20)
     runs = Runs(store, ConsoleSettings(destination="s3://bucket/runs"), clock=lambda: BEGAN_AT + 3600.0 * 24 * 60)
@@ -67,7 +78,7 @@ def test_a_console_of_500_runs_of_200_checkpoints_stays_below_150_mib() -> None:
         [sys.executable, "-m", "tests.console.many_runs", "500", "200"],
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=HANG_SECONDS,
         env=os.environ,
     )
     assert done.returncode == 0, done.stderr

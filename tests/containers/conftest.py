@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from tests.containers.engine import Engine, missing_tools
 from tests.containers.image import ROOT, NoNetworkError, build_image
+from tests.harness.bounds import HANG_SECONDS
 
 _CACHE = ROOT / ".tools" / "containers"
 
@@ -29,7 +30,7 @@ def engine() -> Iterator[Engine]:
         # Its own containers alone are in its own storage.
         engine.podman("rm", "--all", "--force", "--time=0")
         for mount in _mounts_below(directory):
-            subprocess.run(["umount", mount], check=False, timeout=60)
+            subprocess.run(["umount", mount], check=False, timeout=HANG_SECONDS)
         shutil.rmtree(directory, ignore_errors=True)
 
 

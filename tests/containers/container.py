@@ -9,9 +9,9 @@ from typing import Any, Final, Self
 from tests.containers.engine import Engine
 from tests.containers.image import IMAGE
 from tests.harness.agent_process import json_lines
+from tests.harness.bounds import HANG_SECONDS
 from tests.servers.process import wait_until
 
-_END_SECONDS: Final = 120.0
 # As Kubernetes gives to a restricted pod; the limits are those that runc may set inside another container.
 _RESTRICTED: Final = ("--read-only", "--read-only-tmpfs=false", "--cap-drop=ALL", "--security-opt=no-new-privileges")
 _LIMITS: Final = ("--ulimit=nofile=1024:1024", "--ulimit=nproc=10000:10000")
@@ -54,7 +54,7 @@ class Container:
     def signal(self, name: str) -> None:
         self._engine.podman("kill", f"--signal={name}", self._id)
 
-    def wait(self, timeout_seconds: float = _END_SECONDS) -> int:
+    def wait(self, timeout_seconds: float = HANG_SECONDS) -> int:
         """Its exit code."""
         return int(self._engine.podman("wait", self._id, timeout_seconds=timeout_seconds))
 
@@ -65,7 +65,7 @@ class Container:
     def said(self) -> str:
         """Everything on its two outputs, of all its lives."""
         command = self._engine.podman_command("logs", self._id)
-        result = subprocess.run(command, capture_output=True, text=True, timeout=_END_SECONDS, check=True)
+        result = subprocess.run(command, capture_output=True, text=True, timeout=HANG_SECONDS, check=True)
         return result.stdout + result.stderr
 
     def log(self, event: str) -> list[dict[str, Any]]:
@@ -80,7 +80,7 @@ class Container:
         """The same for whoever starts it."""
         return self._engine.podman_command("exec", self._id, *command)
 
-    def wait_said(self, text: str, timeout_seconds: float = _END_SECONDS) -> None:
+    def wait_said(self, text: str, timeout_seconds: float = HANG_SECONDS) -> None:
         """AssertionError with what it did say if it ends without."""
 
         def settled() -> bool:

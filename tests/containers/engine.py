@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
+from tests.harness.bounds import HANG_SECONDS
+
 PACKAGES: Final = ("debootstrap", "buildah", "podman", "conmon", "runc")
-_COMMAND_SECONDS: Final = 240.0  # without overlay mounts the storage copies the whole image for each container
 _POLITE: Final = ("nice",)
 
 
@@ -34,11 +35,11 @@ class Engine:
         driver = "overlay" if _mounts_overlays(directory) else "vfs"
         self._storage = [f"--root={directory}/root", f"--runroot={directory}/run", f"--storage-driver={driver}"]
 
-    def buildah(self, *arguments: str, timeout_seconds: float = _COMMAND_SECONDS) -> str:
+    def buildah(self, *arguments: str, timeout_seconds: float = HANG_SECONDS) -> str:
         """Its standard output; AssertionError with all it said if it fails."""
         return self._output(["buildah", *self._storage, *arguments], timeout_seconds)
 
-    def podman(self, *arguments: str, timeout_seconds: float = _COMMAND_SECONDS) -> str:
+    def podman(self, *arguments: str, timeout_seconds: float = HANG_SECONDS) -> str:
         """The same."""
         return self._output(self.podman_command(*arguments), timeout_seconds)
 
@@ -68,7 +69,7 @@ def _mounts_overlays(directory: Path) -> bool:
     options = f"lowerdir={folders['lower']},upperdir={folders['upper']},workdir={folders['work']}"
     merged = str(folders["merged"])
     command = ["mount", "-t", "overlay", "overlay", "-o", options, merged]
-    mounted = subprocess.run(command, check=False, capture_output=True, timeout=_COMMAND_SECONDS).returncode == 0
+    mounted = subprocess.run(command, check=False, capture_output=True, timeout=HANG_SECONDS).returncode == 0
     if mounted:
-        subprocess.run(["umount", merged], check=True, timeout=_COMMAND_SECONDS)
+        subprocess.run(["umount", merged], check=True, timeout=HANG_SECONDS)
     return mounted

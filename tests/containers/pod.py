@@ -12,7 +12,7 @@ from tests.containers.engine import Engine
 from tests.containers.image import ROOT
 from tests.servers.server import ENVIRONMENT, Bucket
 
-GRACE_SECONDS: Final = 90
+GRACE_SECONDS: Final = 600
 _TRAINER: Final = ROOT / "tests" / "integration" / "trainer.py"
 _PATHS: Final = {
     "KEEPSTEP_VOLUME": "/keepstep",

@@ -10,6 +10,7 @@ import pytest
 from tests.containers.container import Container, run
 from tests.containers.engine import Engine
 from tests.containers.image import BASE, BASE_DIGEST, IMAGE
+from tests.harness.bounds import HANG_SECONDS
 from tests.servers.process import accepts, free_port, wait_until
 from tests.servers.tls import make_certificate
 
@@ -61,7 +62,7 @@ def test_the_webhook_reviews_from_a_read_only_root_and_leaves_when_it_is_told(en
         wait_until(lambda: accepts(port) or not webhook.state()["Running"], "the webhook listens")
         assert webhook.state()["Running"], webhook.said()
         connection = http.client.HTTPSConnection(
-            "127.0.0.1", port, timeout=60, context=ssl.create_default_context(cafile=made.certificate)
+            "127.0.0.1", port, timeout=HANG_SECONDS, context=ssl.create_default_context(cafile=made.certificate)
         )
         connection.request("POST", "/mutate", json.dumps(REVIEW), {"Content-Type": "application/json"})
         answer = json.load(connection.getresponse())

@@ -9,6 +9,7 @@ from tests.containers.container import Container
 from tests.containers.engine import Engine
 from tests.containers.pod import Pod
 from tests.harness.agent_process import tree, wait_until
+from tests.harness.bounds import HANG_SECONDS
 from tests.harness.bucket_view import BucketView
 from tests.integration.test_crash import sent_twice
 from tests.servers.fault_proxy import FaultProxy
@@ -17,7 +18,6 @@ from tests.servers.server import Bucket
 pytestmark = [pytest.mark.containers, pytest.mark.timeout(2400)]
 
 MIB = 1024 * 1024
-WAIT_SECONDS = 180.0
 USER, OTHER_USER, FOREIGN_USER = "1000:1000", "2000:1000", "2000:2000"
 MEMORY_BYTES = 256 * MIB
 # Four times the agent's limit, by a process beside it.
@@ -40,7 +40,7 @@ def ready(agent: Container) -> None:
             return False
         return True
 
-    wait_until(answers, WAIT_SECONDS, "the agent answers on its socket")
+    wait_until(answers, HANG_SECONDS, "the agent answers on its socket")
 
 
 def committed(agent: Container) -> list[int]:
@@ -55,7 +55,7 @@ def test_trainer_and_agent_of_one_user_link_and_another_pod_restores_every_byte(
         with pod.trainer(USER, steps=4, every=2, save_bytes=11 * MIB) as trainer:
             assert trainer.wait() == 0, trainer.said()
             assert "done 4" in trainer.said()
-        wait_until(lambda: 4 in committed(agent), WAIT_SECONDS, "the final step is committed")
+        wait_until(lambda: 4 in committed(agent), HANG_SECONDS, "the final step is committed")
         assert agent.log("hard_link_refused") == []
         agent.signal("TERM")
         assert agent.wait() == 0, agent.said()
@@ -79,7 +79,7 @@ def test_an_agent_of_another_user_in_the_trainers_group_copies_and_says_so(
         with pod.trainer(OTHER_USER, steps=4, every=2, save_bytes=11 * MIB) as trainer:
             assert trainer.wait() == 0, trainer.said()
             assert "done 4" in trainer.said()
-        wait_until(lambda: 4 in committed(agent), WAIT_SECONDS, "the final step is committed")
+        wait_until(lambda: 4 in committed(agent), HANG_SECONDS, "the final step is committed")
         (refusal,) = agent.log("hard_link_refused")
         assert refusal["fallback"] == "reflink"
         assert all(staged["copied"] == staged["files"] for staged in agent.log("checkpoint.staged"))
@@ -105,7 +105,7 @@ def test_beside_an_agent_of_a_foreign_user_and_group_training_goes_on_and_the_ag
         with pod.trainer(FOREIGN_USER, steps=4, every=2, save_bytes=MIB) as trainer:
             assert trainer.wait() == 0, trainer.said()
             assert "done 4" in trainer.said()
-        wait_until(lambda: bool(agent.log("ranks.unknown")), WAIT_SECONDS, "the agent says what is wrong")
+        wait_until(lambda: bool(agent.log("ranks.unknown")), HANG_SECONDS, "the agent says what is wrong")
         assert "give the agent the trainer's UID or GID" in agent.log("ranks.unknown")[0]["hint"]
     assert BucketView(rclone_bucket).markers() == []
 
@@ -121,18 +121,20 @@ def test_an_agent_that_the_kernel_kills_for_its_memory_goes_on_in_the_same_uploa
         ready(agent)
         with pod.trainer(USER, steps=1, every=0, save_bytes=60 * MIB) as trainer:
             assert trainer.wait() == 0, trainer.said()
-        wait_until(lambda: parts_stored(fault_proxy) >= 2, WAIT_SECONDS, "some parts are stored")
+        wait_until(lambda: parts_stored(fault_proxy) >= 2, HANG_SECONDS, "some parts are stored")
+        # However late the kill is, most of it is yet to come.
+        fault_proxy.throttle(MIB // 8)
         # Of two processes in a cgroup without memory the kernel takes the one with the higher score.
         Path(f"/proc/{agent.state()['Pid']}/oom_score_adj").write_text("1000")
         before = memory_kills()
-        subprocess.run(agent.call_command("python", "-c", EAT), capture_output=True, timeout=WAIT_SECONDS, check=False)
+        subprocess.run(agent.call_command("python", "-c", EAT), capture_output=True, timeout=HANG_SECONDS, check=False)
         assert agent.wait() == 128 + signal.SIGKILL, agent.said()
         assert memory_kills() > before
         assert view.markers() == [], "it was committed before the kill"
 
         fault_proxy.throttle(0)
         agent.start()
-        wait_until(lambda: committed(agent) == [1], WAIT_SECONDS, "the restarted agent commits it")
+        wait_until(lambda: committed(agent) == [1], HANG_SECONDS, "the restarted agent commits it")
     assert sent_twice(fault_proxy.log) == []
     assert view.uploads() == []
     assert [row["problems"] for row in view.verify()] == [[]]

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import structlog
 from tests.fakes.fake_api_server import FakeApiServer, Mood
+from tests.harness.bounds import HANG_SECONDS
 from tests.harness.installed_chart import MANAGED, SERVICE, installed_chart, managed_in, published, withdraw
 from tests.webhook.test_certificates import pem, shake_hands
 
@@ -20,7 +21,6 @@ from keepstep_agent.webhook.certificate_keeper import CertificateKeeper, Serving
 from keepstep_agent.webhook.certificates import CertificateWithKey, make_authority, make_leaf, read_secret
 from keepstep_agent.webhook.settings import CertificateTimings, SelfManaged
 
-SECONDS = 30.0
 TIMINGS = CertificateTimings(
     look_seconds=0.05,
     retry_seconds=0.05,
@@ -55,9 +55,9 @@ def put_old_pair(certificate: ServingCertificate, begins_at: datetime | None = N
 
 
 async def until(holds: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + SECONDS
+    deadline = time.monotonic() + HANG_SECONDS
     while not holds():
-        assert time.monotonic() < deadline, f"not within {SECONDS:g} s: {what}"
+        assert time.monotonic() < deadline, f"not within {HANG_SECONDS:g} s: {what}"
         await asyncio.sleep(0.01)
 
 
@@ -137,7 +137,7 @@ async def test_an_object_that_is_not_there_is_named_and_waited_for(
         await until(lambda: any(one.resource == resource and one.status == 404 for one in api.asked), "it is missed")
         assert not entering.done()
         api.shelf.create(resource, there)
-        await asyncio.wait_for(entering, SECONDS)
+        await asyncio.wait_for(entering, HANG_SECONDS)
         await keeping.__aexit__(None, None, None)
     assert "certificates.problem" not in {one["event"] for one in logs}, "an installation takes a moment"
     assert published(api)
@@ -165,7 +165,8 @@ async def test_who_has_a_valid_pair_serves_though_the_api_server_is_away_and_ren
         api.mood = Mood.WELL
         await until(lambda: certificate.expires_at != before, "it is renewed")
         assert certificate.expires_at == kept_leaf(api).certificate.not_valid_after_utc
-    assert beats > 20 or mood is not Mood.DEAF, "two seconds in which nobody was held up"
+    # Who was held up for the two seconds of a call would have one or two.
+    assert beats > 5 or mood is not Mood.DEAF
 
 
 async def test_without_a_pair_and_without_an_api_server_it_ends_and_says_why(

@@ -7,6 +7,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
+from tests.harness.bounds import HANG_SECONDS
 
 from keepstep_agent.core.policies.certificate_rotation import CertificateLifetimes, Plan, plan
 from keepstep_agent.webhook.certificate_keeper import ServingCertificate
@@ -104,7 +105,10 @@ def test_openssl_at_its_strictest_takes_them(tmp_path: Path) -> None:
     (tmp_path / "tls.crt").write_bytes(leaf.certificate_pem)
     command = ["openssl", "verify", "-x509_strict", "-purpose", "sslserver", "-verify_hostname", SERVICE]
     done = subprocess.run(
-        [*command, "-CAfile", tmp_path / "ca.crt", tmp_path / "tls.crt"], capture_output=True, text=True, timeout=60
+        [*command, "-CAfile", tmp_path / "ca.crt", tmp_path / "tls.crt"],
+        capture_output=True,
+        text=True,
+        timeout=HANG_SECONDS,
     )
     assert done.returncode == 0, done.stderr
     command = ["openssl", "verify", "-x509_strict", "-CAfile", str(tmp_path / "ca.crt")]
@@ -114,7 +118,7 @@ def test_openssl_at_its_strictest_takes_them(tmp_path: Path) -> None:
         [*command, "-untrusted", tmp_path / "tls.crt", tmp_path / "sub.crt"],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=HANG_SECONDS,
     )
     assert done.returncode != 0, "a leaf must sign nothing"
 

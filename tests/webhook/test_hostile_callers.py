@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 from tests.chart.rendering import of_kind, render
 from tests.harness.agent_process import wait_until
+from tests.harness.bounds import HANG_SECONDS
 from tests.harness.webhook_process import WebhookProcess, review_of, training_pod
 
 from keepstep_agent.webhook.settings import MOST_BODY_BYTES, MOST_CONNECTIONS, MOST_PROBES, SMALL_BODY_BYTES
 
 _MIB = 1024 * 1024
-_SECONDS = 60.0
 _HONEST_REVIEWS = 5
 _MANY = MOST_CONNECTIONS + 60
 _OWN_DESCRIPTORS = 32
@@ -121,7 +121,7 @@ async def attacking(
                     turns[number] = 1
                     await writer.drain()
                     # Its answer is not read; who is cut off is told by an error or an end.
-                    async with asyncio.timeout(_SECONDS):
+                    async with asyncio.timeout(HANG_SECONDS):
                         await closed(reader)
                 finally:
                     writer.transport.abort()
@@ -161,19 +161,24 @@ def ask_over_a_new_one(webhook: WebhookProcess) -> None:
 
 
 async def until(holds: Callable[[], bool], what: str) -> None:
-    await asyncio.to_thread(wait_until, holds, _SECONDS, what)
+    await asyncio.to_thread(wait_until, holds, HANG_SECONDS, what)
 
 
-async def test_beyond_the_budget_of_large_reviews_one_is_told_so_at_once(webhook: WebhookProcess) -> None:
-    async with attacking(webhook, 21, UNFINISHED, handshakes=True) as sent:
-        await until(lambda: sent() == 21, "the budget is taken")
-        reader, writer = await asyncio.open_connection(
-            "127.0.0.1", webhook.port, ssl=ssl.create_default_context(cafile=webhook.authority)
-        )
-        writer.write(head(MOST_BODY_BYTES))
-        status = await asyncio.wait_for(reader.readline(), _SECONDS)
-        writer.transport.abort()
-    assert b" 503 " in status, "before a byte of its body was sent"
+async def test_beyond_the_budget_of_large_reviews_one_is_told_so_at_once(tmp_path: Path) -> None:
+    # Nobody is cut off, so that the budget stays taken.
+    with WebhookProcess(tmp_path, "--read-seconds=3600") as webhook:
+        context = ssl.create_default_context(cafile=webhook.authority)
+        callers = [await asyncio.open_connection("127.0.0.1", webhook.port, ssl=context) for _ in range(22)]
+        for _, writer in callers:
+            writer.write(head(MOST_BODY_BYTES))
+        answers = [asyncio.create_task(reader.readline()) for reader, _ in callers]
+        # Who is one too many is whoever comes last.
+        told, waiting = await asyncio.wait(answers, timeout=HANG_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+        for answer in waiting:
+            answer.cancel()
+        for _, writer in callers:
+            writer.transport.abort()
+    assert [b" 503 " in answer.result() for answer in told] == [True], "before a byte of its body was sent"
 
 
 async def test_a_review_that_does_not_say_its_length_is_refused_before_it_comes(webhook: WebhookProcess) -> None:
@@ -183,5 +188,5 @@ async def test_a_review_that_does_not_say_its_length_is_refused_before_it_comes(
     writer.write(
         b"POST /mutate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
     )
-    assert b" 411 " in await asyncio.wait_for(reader.readline(), _SECONDS)
+    assert b" 411 " in await asyncio.wait_for(reader.readline(), HANG_SECONDS)
     writer.transport.abort()

@@ -13,6 +13,7 @@ import pytest
 from cryptography import x509
 from tests.fakes.fake_api_server import FakeApiServer, Mood
 from tests.harness.agent_process import wait_until
+from tests.harness.bounds import HANG_SECONDS
 from tests.harness.installed_chart import (
     MANAGED,
     SERVICE,
@@ -27,9 +28,9 @@ from tests.harness.webhook_process import review_of, training_pod
 
 from keepstep_agent.webhook.certificates import CertificateWithKey, read_secret
 
-_SECONDS = 90.0
-_LAG_SECONDS = 4.0
-"""API servers hear of a change in their configuration some time after it, up to `SETTLE_SECONDS`."""
+_LAG_SECONDS = 1.0
+"""API servers hear of a change in their configuration some time after it, up to `SETTLE_SECONDS`; the rest of these is
+for a busy machine."""
 TIMINGS = {"look_seconds": 0.5, "retry_seconds": 0.2}
 REVIEW = review_of(training_pod())
 
@@ -103,7 +104,7 @@ class _Known:
 
     def __exit__(self, *_: object) -> None:
         self._ends.set()
-        self._watching.join(_SECONDS)
+        self._watching.join(HANG_SECONDS)
 
     def bundle(self) -> bytes:
         known_at = time.monotonic() - _LAG_SECONDS
@@ -154,23 +155,23 @@ def test_a_rotation_of_the_authority_under_load_drops_no_review(api: FakeApiServ
         for thread in threads:
             thread.start()
         try:
-            wait_until(lambda: bool(failures) or all(answered), _SECONDS, "all are answered")
+            wait_until(lambda: bool(failures) or all(answered), HANG_SECONDS, "all are answered")
             api.allowed = allowed
             wait_until(
                 lambda: bool(failures) or old.certificate.subject not in {one.served().issuer for one in replicas},
-                _SECONDS,
+                HANG_SECONDS,
                 "both serve a leaf of the new CA",
             )
             so_far = list(answered)
             wait_until(
                 lambda: bool(failures) or all(now > then for now, then in zip(answered, so_far, strict=True)),
-                _SECONDS,
+                HANG_SECONDS,
                 "all go on",
             )
         finally:
             ends.set()
             for thread in threads:
-                thread.join(_SECONDS)
+                thread.join(HANG_SECONDS)
         assert not failures
         both = x509.load_pem_x509_certificates(published(api))
         assert old.certificate in both, "a replica that is cut off may still serve its leaf"
@@ -183,7 +184,7 @@ def test_when_one_is_killed_another_does_its_work(api: FakeApiServer, tmp_path: 
         one.process.kill()
         one.wait()
         withdraw(api)
-        wait_until(lambda: bool(published(api)), _SECONDS, "published again")
+        wait_until(lambda: bool(published(api)), HANG_SECONDS, "published again")
         ask(other, published(api))
 
 
@@ -196,7 +197,7 @@ def test_a_secret_that_is_lost_is_filled_anew_and_all_replicas_serve_what_is_in_
         api.shelf.delete("secrets", MANAGED.secret)
         # As `helm upgrade` does.
         api.shelf.create("secrets", {"metadata": {"name": MANAGED.secret}, "type": "Opaque"})
-        wait_until(lambda: {one.served() for one in replicas}.isdisjoint({before}), _SECONDS, "both serve another")
+        wait_until(lambda: {one.served() for one in replicas}.isdisjoint({before}), HANG_SECONDS, "both serve another")
         assert replicas[0].served() == replicas[1].served()
         for replica in replicas:
             ask(replica, published(api))
@@ -213,9 +214,9 @@ def test_one_that_starts_again_while_the_api_server_is_away_serves_with_what_it_
         replica.start()
         assert replica.served() == before
         ask(replica, published(api))
-        wait_until(lambda: "etcdserver: leader changed" in replica.log_text(), _SECONDS, "it says what is wrong")
+        wait_until(lambda: "etcdserver: leader changed" in replica.log_text(), HANG_SECONDS, "it says what is wrong")
         api.mood = Mood.WELL
-        wait_until(lambda: "certificates.well" in replica.log_text(), _SECONDS, "and when it is over")
+        wait_until(lambda: "certificates.well" in replica.log_text(), HANG_SECONDS, "and when it is over")
     kept = read_secret(api.shelf.get("secrets", MANAGED.secret), SERVICE, datetime.now(UTC))
     assert kept.leaf is not None
     assert kept.leaf.certificate == before
@@ -225,6 +226,6 @@ def test_one_that_is_told_to_end_before_it_could_begin_ends_at_once(api: FakeApi
     api.mood = Mood.BROKEN
     timings = {**TIMINGS, "begin_seconds": 3600}
     with SelfManagedWebhook(tmp_path / "replica", api, timings=timings, awaited=False) as replica:
-        wait_until(lambda: "certificates.problem" in replica.log_text(), _SECONDS, "it waits")
+        wait_until(lambda: "certificates.problem" in replica.log_text(), HANG_SECONDS, "it waits")
         replica.terminate()
         assert replica.wait() == 0

@@ -13,10 +13,10 @@ from typing import Any
 import jsonpatch
 import pytest
 from tests.harness.agent_process import wait_until
+from tests.harness.bounds import HANG_SECONDS
 from tests.harness.webhook_process import IMAGE, WebhookProcess, review_of, training_pod
 from tests.servers.loopback import needs_ipv6
 
-_SECONDS = 60.0
 _MIB = 1024 * 1024
 
 
@@ -91,7 +91,7 @@ def test_json_that_is_no_review_is_not_allowed_and_says_why(webhook: WebhookProc
 
 
 def test_a_body_that_does_not_come_is_given_up_while_others_are_answered(tmp_path: Path) -> None:
-    with WebhookProcess(tmp_path, "--read-seconds=2") as webhook:
+    with WebhookProcess(tmp_path, "--read-seconds=5") as webhook:
         slow = webhook.connect()
         slow.putrequest("POST", "/mutate")
         slow.putheader("Content-Type", "application/json")
@@ -107,7 +107,7 @@ def test_only_tls_1_2_and_newer_is_spoken(webhook: WebhookProcess) -> None:
     with pytest.warns(DeprecationWarning, match="TLSv1_1"):
         context.minimum_version = context.maximum_version = ssl.TLSVersion.TLSv1_1
     with (
-        socket.create_connection(("127.0.0.1", webhook.port), timeout=30) as plain,
+        socket.create_connection(("127.0.0.1", webhook.port), timeout=HANG_SECONDS) as plain,
         pytest.raises((ssl.SSLError, ConnectionError)),
     ):
         context.wrap_socket(plain, server_hostname="127.0.0.1")
@@ -139,17 +139,17 @@ def test_a_certificate_that_changes_under_load_drops_no_review(webhook: WebhookP
         thread.start()
     try:
         webhook.put_certificate(after)
-        wait_until(lambda: _speaks(webhook) or bool(failures), _SECONDS, "the new certificate serves")
+        wait_until(lambda: _speaks(webhook) or bool(failures), HANG_SECONDS, "the new certificate serves")
         so_far = list(answered)
         wait_until(
             lambda: all(now > then for now, then in zip(answered, so_far, strict=True)) or bool(failures),
-            _SECONDS,
+            HANG_SECONDS,
             "both go on",
         )
     finally:
         ends.set()
         for thread in threads:
-            thread.join(_SECONDS)
+            thread.join(HANG_SECONDS)
     assert not failures
 
 
@@ -170,7 +170,7 @@ def test_a_certificate_that_does_not_fit_its_key_is_said_and_the_one_before_serv
     half = webhook.make_certificate()
     half.with_name("tls.key").write_bytes(serving.with_name("tls.key").read_bytes())
     webhook.put_certificate(half)
-    wait_until(lambda: "certificate.unusable" in webhook.log_text(), _SECONDS, "it is said")
+    wait_until(lambda: "certificate.unusable" in webhook.log_text(), HANG_SECONDS, "it is said")
     assert ask(webhook.connect(serving), review_of(training_pod()))["allowed"]
 
 
@@ -182,11 +182,11 @@ def test_without_a_certificate_it_says_what_is_missing(tmp_path: Path) -> None:
 
 
 def test_told_to_end_it_is_not_ready_and_still_answers_and_ends_with_0(tmp_path: Path) -> None:
-    with WebhookProcess(tmp_path, "--lame-duck-seconds=5") as webhook:
+    with WebhookProcess(tmp_path, "--lame-duck-seconds=20") as webhook:
         kept = webhook.connect()
         assert ask(kept, review_of(training_pod()))["allowed"]
         webhook.terminate()
-        wait_until(lambda: webhook.get("/readyz")[0] == 503, _SECONDS, "it is not ready any more")
+        wait_until(lambda: webhook.get("/readyz")[0] == 503, HANG_SECONDS, "it is not ready any more")
         assert webhook.get("/healthz")[0] == 200
         assert ask(kept, review_of(training_pod()))["allowed"]
         assert ask(webhook.connect(), review_of(training_pod()))["allowed"]
@@ -199,7 +199,7 @@ def test_as_the_chart_starts_it_it_is_reached_over_ipv4_and_over_ipv6(tmp_path: 
     with WebhookProcess(tmp_path, host="") as webhook:
         for host in ("127.0.0.1", "::1"):
             for port in (webhook.port, webhook.http_port):
-                socket.create_connection((host, port), _SECONDS).close()
+                socket.create_connection((host, port), HANG_SECONDS).close()
 
 
 def test_metrics_say_what_became_of_the_reviews(webhook: WebhookProcess) -> None:
