@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any, Final
 
 import yaml
+from tests.harness.bounds import HANG_SECONDS
 
 CHART: Final = Path(__file__).parents[2] / "charts" / "keepstep"
 NAMESPACE: Final = "keepstep-system"
 VERSION: Final = "1.33"
 """Of the Kubernetes that is rendered for where nothing else is said."""
 IMAGE: Final = {"repository": "registry.example/keepstep"}
-_SECONDS: Final = 60
 
 Object = dict[str, Any]
 Values = Mapping[str, Any]
@@ -40,7 +40,7 @@ def helm(*arguments: str, values: Values | None = None) -> str:
         input=json.dumps(values or {}),
         capture_output=True,
         text=True,
-        timeout=_SECONDS,
+        timeout=HANG_SECONDS,
         env=dict.fromkeys(("HOME", "HELM_CACHE_HOME", "HELM_CONFIG_HOME", "HELM_DATA_HOME"), "/nowhere"),
     )
     if done.returncode:

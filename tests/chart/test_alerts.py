@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from tests.chart.rendering import NAMESPACE, of_kind, render
 from tests.chart.values_matrix import MATRIX
+from tests.harness.bounds import HANG_SECONDS
 
 PROMTOOL = shutil.which("promtool")
 AGENT = 'namespace="research",pod="train-0"'
@@ -110,7 +111,12 @@ def promtool(folder: Path, *arguments: str) -> "subprocess.CompletedProcess[str]
     assert PROMTOOL is not None
     (folder / "rules.yaml").write_text(json.dumps({"groups": groups()}))
     return subprocess.run(
-        [PROMTOOL, *arguments], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=60
+        [PROMTOOL, *arguments],
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=HANG_SECONDS,
     )
 
 

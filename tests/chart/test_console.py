@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from tests.chart.rendering import HelmError, Object, is_of_console, of_kind, render
 from tests.chart.values_matrix import MATRIX
+from tests.harness.bounds import HANG_SECONDS
 from tests.servers.process import Daemon, free_port, wait_until
 from tests.servers.server import ACCESS_KEY, SECRET_KEY, Bucket
 
@@ -127,7 +128,7 @@ def test_it_serves_with_the_secrets_as_they_are_mounted(
 
 
 def status(port: int, path: str, **headers: str) -> int:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=HANG_SECONDS)
     try:
         connection.request("GET", path, headers=headers)
         return connection.getresponse().status

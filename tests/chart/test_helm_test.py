@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from tests.chart.rendering import Object, arguments_of, of_kind, render
+from tests.harness.bounds import HANG_SECONDS
 from tests.harness.webhook_process import IMAGE, WebhookProcess
 
 DESTINATION = "s3://bucket/helm-test"
@@ -33,7 +34,7 @@ def ask(url: str, authority: Path, destination: str = DESTINATION) -> "subproces
     assert python == "python3"
     program = container()["args"][0].replace(DESTINATION, destination)
     return subprocess.run(
-        [sys.executable, option, program, url, str(authority)], capture_output=True, text=True, timeout=60
+        [sys.executable, option, program, url, str(authority)], capture_output=True, text=True, timeout=HANG_SECONDS
     )
 
 

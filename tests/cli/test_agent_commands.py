@@ -17,6 +17,7 @@ import click
 import pytest
 from tests.harness import warm_python
 from tests.harness.agent_process import AgentProcess, wait_until, write_checkpoint
+from tests.harness.bounds import HANG_SECONDS
 from tests.servers.server import Bucket
 
 from keepstep.agent_client.liveness import hold_liveness_lock
@@ -37,7 +38,7 @@ def shown_in_a_terminal(columns: int, *arguments: object, **environment: str) ->
     ours, its = pty.openpty()
     termios.tcsetwinsize(its, (50, columns))
     command = [sys.executable, "-m", "keepstep_agent", *map(str, arguments)]
-    subprocess.run(command, stdout=its, stdin=its, check=True, timeout=60, env={**os.environ, **environment})
+    subprocess.run(command, stdout=its, stdin=its, check=True, timeout=HANG_SECONDS, env={**os.environ, **environment})
     os.close(its)
     written = b""
     # The end of a terminal that nobody holds open any more is an error.
@@ -133,7 +134,7 @@ def test_status_follows_every_change_until_the_agent_ends(agent: AgentProcess) -
         # It ends with the agent, at the latest when the test is over.
         seen = next(line for line in following.stdout if "newest_committed" in line)
         agent.terminate()
-        _, complaint = following.communicate(timeout=60)
+        _, complaint = following.communicate(timeout=HANG_SECONDS)
     assert json.loads(seen)["newest_committed"]["step"] == 12
     assert following.returncode == 1
     assert complaint.startswith("error: no agent answers on ")
@@ -173,7 +174,7 @@ def test_save_fails_when_nobody_trains(agent: AgentProcess, arguments: tuple[str
 
 def test_save_asks_every_live_rank(agent: AgentProcess) -> None:
     assert hold_liveness_lock(agent.volume / ".keepstep" / "ranks" / "0")
-    wait_until(lambda: agent.status().live_ranks == 1, 60.0, "the agent sees this process")
+    wait_until(lambda: agent.status().live_ranks == 1, HANG_SECONDS, "the agent sees this process")
     asked = keepstep("save", "--socket", agent.socket, "--reason", "before maintenance")
     assert (asked.returncode, asked.stdout) == (0, "asked 1 local rank to save\n")
     assert json.loads(keepstep("save", "--socket", agent.socket, "--json").stdout) == {"ranks": 1}
@@ -197,7 +198,7 @@ def test_colours_are_for_terminals_and_not_for_who_does_not_want_them(agent: Age
     command = [sys.executable, "-m", "keepstep_agent", "status", "--socket", str(agent.socket)]
     ours, its = pty.openpty()
     for wish, coloured in (("", True), ("1", False)):
-        subprocess.run(command, stdout=its, check=True, timeout=60, env={**os.environ, "NO_COLOR": wish})
+        subprocess.run(command, stdout=its, check=True, timeout=HANG_SECONDS, env={**os.environ, "NO_COLOR": wish})
         assert (b"\x1b[" in os.read(ours, 65536)) == coloured
     os.close(ours)
     os.close(its)
@@ -223,7 +224,7 @@ def test_the_overview_fits_a_narrow_terminal() -> None:
 def test_where_the_webhooks_packages_are_missing_it_says_what_to_install(tmp_path: Path) -> None:
     program = "import sys; sys.modules['cryptography'] = None; from keepstep_agent.__main__ import main; main()"
     command = [sys.executable, "-c", program, "webhook", "--image=keepstep", f"--certificates={tmp_path}"]
-    said = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    said = subprocess.run(command, capture_output=True, text=True, timeout=HANG_SECONDS)
     assert said.returncode == 2
     assert [line.split(":")[0] for line in said.stderr.splitlines()] == ["error", "hint"], said.stderr
     assert "pip install 'keepstep-agent[webhook]'" in said.stderr
@@ -233,7 +234,7 @@ def test_where_the_webhooks_packages_are_missing_it_says_what_to_install(tmp_pat
 def test_an_import_that_fails_for_another_reason_shows_its_traceback(statement: str) -> None:
     program = f"import keepstep_agent.cli as cli\ndef fail(**_):\n    {statement}\ncli.cli = fail\n"
     program += "from keepstep_agent.__main__ import main; main()"
-    said = subprocess.run([sys.executable, "-c", program, "ls"], capture_output=True, text=True, timeout=60)
+    said = subprocess.run([sys.executable, "-c", program, "ls"], capture_output=True, text=True, timeout=HANG_SECONDS)
     assert said.returncode == 1
     assert "Traceback" in said.stderr
     assert "pip install" not in said.stderr

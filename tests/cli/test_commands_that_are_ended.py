@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from tests.harness.agent_process import wait_until
+from tests.harness.bounds import HANG_SECONDS
 from tests.podsim.namespaces import missing_namespaces
 from tests.podsim.process import only_child
 from tests.restore.stored_checkpoints import all_files, store_checkpoint
@@ -20,7 +21,6 @@ from tests.servers.server import Bucket
 
 from keepstep_agent.adapters.open_store import open_store
 
-_HANG_SECONDS = 60.0
 _TERMINATED = 128 + signal.SIGTERM
 
 
@@ -43,7 +43,7 @@ def terminate(process: "subprocess.Popen[str]", *, as_process_1: bool) -> tuple[
     pid = only_child(process.pid) if as_process_1 else process.pid
     assert pid is not None
     os.kill(pid, signal.SIGTERM)
-    output, _ = process.communicate(timeout=_HANG_SECONDS)
+    output, _ = process.communicate(timeout=HANG_SECONDS)
     return process.returncode, output
 
 
@@ -66,14 +66,14 @@ def test_a_restore_that_downloads_leaves_at_once_with_143_and_nothing_half_made(
     volume = tmp_path / "volume"
     arguments = ("restore", rclone_bucket.destination, "--endpoint-url", fault_proxy.endpoint_url, "--volume", volume)
     with running(*arguments, as_process_1=as_process_1) as process:
-        wait_until(lambda: fault_proxy.hits("hang") > 0, _HANG_SECONDS, "it downloads")
+        wait_until(lambda: fault_proxy.hits("hang") > 0, HANG_SECONDS, "it downloads")
         code, output = terminate(process, as_process_1=as_process_1)
     assert code == _TERMINATED, output
     assert list((volume / "checkpoints").iterdir()) == []
 
     fault_proxy.clear()
     with running(*arguments, as_process_1=as_process_1) as process:
-        output, _ = process.communicate(timeout=_HANG_SECONDS)
+        output, _ = process.communicate(timeout=HANG_SECONDS)
     assert process.returncode == 0, output
     assert content(volume / "checkpoints" / "checkpoint-100") == all_files(100)
     assert list((volume / ".keepstep" / "incoming").iterdir()) == []
@@ -94,7 +94,7 @@ def test_an_operators_command_that_is_process_1_hears_sigterm_too(
         "--yes",
     )
     with running(*arguments, as_process_1=True) as process:
-        wait_until(lambda: fault_proxy.hits("hang") > 0, _HANG_SECONDS, "it asks the store")
+        wait_until(lambda: fault_proxy.hits("hang") > 0, HANG_SECONDS, "it asks the store")
         code, output = terminate(process, as_process_1=True)
     assert code == _TERMINATED, output
 
@@ -117,7 +117,7 @@ def test_an_agent_that_is_told_to_end_while_it_starts_still_drains(tmp_path: Pat
         [sys.executable, "-c", _TOLD_TO_END_AT_ITS_START, *arguments, "--log-format", "json"],
         capture_output=True,
         text=True,
-        timeout=_HANG_SECONDS,
+        timeout=HANG_SECONDS,
         check=False,
     )
     assert ended.returncode == 0, ended.stderr

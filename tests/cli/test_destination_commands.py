@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from tests.cli.filled_destination import answer, fill
+from tests.harness.bounds import HANG_SECONDS
 from tests.harness.warm_python import keepstep
 
 from keepstep_agent.cli.store_work import opened
@@ -132,7 +133,7 @@ def test_a_command_ends_although_a_thread_hangs_in_a_dead_mount(
     )
     command = [name, bucket.destination, *(["--volume", str(tmp_path / "volume")] if name == "restore" else [])]
     completed = subprocess.run(
-        [sys.executable, "-c", program, *command], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", program, *command], capture_output=True, text=True, timeout=HANG_SECONDS, check=False
     )
     assert completed.returncode == 1
     assert "did not answer in time" in completed.stderr
@@ -142,7 +143,7 @@ def test_a_command_ends_although_a_thread_hangs_in_a_dead_mount(
 def test_a_command_that_calls_no_agent_loads_no_grpc(command: str, tmp_path: Path) -> None:
     words = ["-X", "importtime", "-m", "keepstep_agent", command, f"file://{tmp_path}/run"]
     words += ["--volume", str(tmp_path / "volume")] if command == "restore" else []
-    said = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=60).stderr
+    said = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=HANG_SECONDS).stderr
     loaded = set(re.findall(r"\| +(\w+)$", said, re.MULTILINE))
     assert "click" in loaded
     assert "grpc" not in loaded

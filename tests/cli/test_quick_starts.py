@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.harness.bounds import HANG_SECONDS
 
 # What takes longer to load than all that the two need together.
 HEAVY = (
@@ -52,7 +53,7 @@ def test_what_training_waits_for_loads_no_more_than_it_needs(
         env={name: value for name, value in os.environ.items() if not name.startswith("KEEPSTEP_")},
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=HANG_SECONDS,
     )
     loaded = done.stdout.split()
     assert "keepstep_agent.config" in loaded, done.stderr

@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+from tests.harness.bounds import HANG_SECONDS
+
 
 def test_defaults_with_which_no_pod_could_be_injected_are_refused_at_once() -> None:
     options = ["--default-annotation", "keep-lasts=2", "--default-annotation", "part-size-bytes=1", "--memory", "1Mi"]
@@ -10,7 +12,7 @@ def test_defaults_with_which_no_pod_could_be_injected_are_refused_at_once() -> N
         [sys.executable, "-m", "keepstep_agent", "webhook", "--image", "example.com/keepstep:1", *options],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=HANG_SECONDS,
     )
     assert done.returncode == 1
     assert done.stderr.splitlines() == [

@@ -5,25 +5,24 @@ import urllib.request
 from pathlib import Path
 
 from tests.harness.agent_process import AgentProcess, wait_until, write_checkpoint
+from tests.harness.bounds import HANG_SECONDS
 from tests.servers.process import free_port
 
 from keepstep_agent.console.agent_page import AgentNow, agent_page
 from keepstep_agent.core.policies.restore_choice import CommittedSave
 from keepstep_agent.core.stored.ledger import AgentLife, AgentStarted, Noticed, RanksChanged, SaveCommitted, Saved
 
-_ANSWER_SECONDS = 60.0
-
 
 def get(address: str, path: str) -> tuple[int, str, dict[str, str]]:
     try:
-        with urllib.request.urlopen(f"http://{address}{path}", timeout=_ANSWER_SECONDS) as answer:
+        with urllib.request.urlopen(f"http://{address}{path}", timeout=HANG_SECONDS) as answer:
             return answer.status, answer.read().decode(), dict(answer.headers)
     except urllib.error.HTTPError as error:
         return error.code, error.read().decode(), dict(error.headers)
 
 
 def wait_serving(agent: AgentProcess) -> None:
-    wait_until(lambda: bool(agent.log("http.serving")), _ANSWER_SECONDS, "the pages are served")
+    wait_until(lambda: bool(agent.log("http.serving")), HANG_SECONDS, "the pages are served")
 
 
 def test_the_page_of_a_running_agent_goes_on_with_its_commits(tmp_path: Path) -> None:
@@ -35,7 +34,7 @@ def test_the_page_of_a_running_agent_goes_on_with_its_commits(tmp_path: Path) ->
         assert headers["Content-Security-Policy"].startswith("default-src 'none';")
         assert "There is no checkpoint yet." in page
         source = write_checkpoint(agent.checkpoints / "checkpoint-41", {"model.bin": 100})
-        agent.wait_committed(agent.announce(source, 41).save, _ANSWER_SECONDS)
+        agent.wait_committed(agent.announce(source, 41).save, HANG_SECONDS)
         _, page, _ = get(address, "/")
         assert "step 41, taken" in page
         assert "cannot be read now" not in page

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from tests.console.stored_runs import interrupted_run, long_run, put, run_objects, write
 from tests.harness.agent_process import wait_until
+from tests.harness.bounds import HANG_SECONDS
 from tests.harness.console_process import ConsoleProcess
 from tests.harness.warm_python import keepstep
 from tests.servers.fault_proxy import FaultProxy
@@ -15,7 +16,6 @@ from tests.servers.server import Bucket
 from keepstep_agent.adapters.open_store import open_store
 
 TOKEN = "0123456789abcdef0123"
-SECONDS = 60.0
 
 
 async def test_runs_in_a_bucket_are_shown_and_brought_up_to_date_without_a_write(
@@ -27,13 +27,13 @@ async def test_runs_in_a_bucket_are_shown_and_brought_up_to_date_without_a_write
         await put(store, "two/", long_run(3, began_at=now - 1860))
     endpoint = f"--endpoint-url={fault_proxy.endpoint_url}"
     with ConsoleProcess(tmp_path, rclone_bucket.destination, endpoint) as console:
-        wait_until(lambda: "72.6%" in console.get("")[1], SECONDS, "the runs are read")
-        wait_until(lambda: "step 300" in console.get("run?name=two")[1], SECONDS, "the other run is read")
+        wait_until(lambda: "72.6%" in console.get("")[1], HANG_SECONDS, "the runs are read")
+        wait_until(lambda: "step 300" in console.get("run?name=two")[1], HANG_SECONDS, "the other run is read")
         async with open_store(rclone_bucket.settings()) as store:
             await put(store, "two/", run_objects(steps={900: now}))
             await put(store, "three/", interrupted_run())
-        wait_until(lambda: "step 900" in console.get("run?name=two")[1], SECONDS, "the new checkpoint is shown")
-        wait_until(lambda: console.get("run?name=three")[0] == 200, SECONDS, "the new run is shown")
+        wait_until(lambda: "step 900" in console.get("run?name=two")[1], HANG_SECONDS, "the new checkpoint is shown")
+        wait_until(lambda: console.get("run?name=three")[0] == 200, HANG_SECONDS, "the new run is shown")
         assert console.end(signal.SIGTERM) == 0
         assert "Traceback" not in console.log_text()
     assert {request.method for request in fault_proxy.log} == {"GET"}
@@ -43,7 +43,7 @@ def test_a_directory_is_shown_and_an_interrupt_ends_it(tmp_path: Path) -> None:
     write(tmp_path / "bucket", "one/", interrupted_run())
     before = sorted(tmp_path.joinpath("bucket").rglob("*"))
     with ConsoleProcess(tmp_path / "log", f"file://{tmp_path}/bucket") as console:
-        wait_until(lambda: "72.6%" in console.get("")[1], SECONDS, "the run is read")
+        wait_until(lambda: "72.6%" in console.get("")[1], HANG_SECONDS, "the run is read")
         assert console.address.startswith("http://127.0.0.1:")
         assert console.end(signal.SIGINT) == 0
     assert sorted(tmp_path.joinpath("bucket").rglob("*")) == before
@@ -51,10 +51,10 @@ def test_a_directory_is_shown_and_an_interrupt_ends_it(tmp_path: Path) -> None:
 
 def test_a_destination_that_is_missing_is_said_on_the_page_until_it_is_there(tmp_path: Path) -> None:
     with ConsoleProcess(tmp_path / "log", f"file://{tmp_path}/bucket") as console:
-        wait_until(lambda: "does not exist" in console.get("")[1], SECONDS, "the page says it")
+        wait_until(lambda: "does not exist" in console.get("")[1], HANG_SECONDS, "the page says it")
         assert console.get("readyz")[0] == 503
         write(tmp_path / "bucket", "one/", interrupted_run())
-        wait_until(lambda: "72.6%" in console.get("")[1], SECONDS, "the run is read")
+        wait_until(lambda: "72.6%" in console.get("")[1], HANG_SECONDS, "the run is read")
 
 
 def test_a_token_is_asked_for_and_never_told(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 import grpc
 import pytest
 from tests.harness.agent_process import AgentProcess, tree, wait_until, write_checkpoint
+from tests.harness.bounds import HANG_SECONDS
 
 from keepstep_agent.core.stored.manifest import decode_manifest, decode_marker
 from keepstep_agent.core.stored.object_layout import LEDGER_PREFIX
@@ -41,7 +42,7 @@ def test_the_trainer_may_delete_its_copy_as_soon_as_the_announcement_returns(tmp
         path.rmdir()
         agent.wait_committed(answer.save)
         assert (folder / "checkpoint-1" / answer.save / "model.bin").read_bytes() == content
-        wait_until(lambda: not any((agent.volume / ".keepstep/staged").iterdir()), 30.0, "the pins are dropped")
+        wait_until(lambda: not any((agent.volume / ".keepstep/staged").iterdir()), HANG_SECONDS, "the pins are dropped")
 
 
 def test_ranks_that_share_a_directory_are_staged_when_the_last_has_announced(tmp_path: Path) -> None:
@@ -66,7 +67,9 @@ def test_a_checkpoint_is_committed_only_when_every_agent_has_sealed_its_ranks(tm
         fields = {"save": "attempt-1", "world_size": 2}
         first.announce(write_checkpoint(first.checkpoints / "checkpoint-3", {"rank0.pt": 1000}), 3, rank=0, **fields)
         wait_until(
-            lambda: first.status().checkpoints[0].phase == agent_pb2.PHASE_SEALED, 30.0, "rank 0 is sealed alone"
+            lambda: first.status().checkpoints[0].phase == agent_pb2.PHASE_SEALED,
+            HANG_SECONDS,
+            "rank 0 is sealed alone",
         )
         assert not (folder / ".keepstep/commits").exists()
         second.announce(write_checkpoint(second.checkpoints / "checkpoint-3", {"rank1.pt": 2000}), 3, rank=1, **fields)
@@ -133,7 +136,7 @@ def test_an_agent_without_rank_0_commits_when_the_one_that_has_it_is_gone(tmp_pa
     with AgentProcess(tmp_path / "pod0", destination) as first:
         first.announce(write_checkpoint(first.checkpoints / "checkpoint-3", {"rank0.pt": 1000}), 3, rank=0, **fields)
         manifest = folder / "checkpoint-3/attempt-1/.keepstep/manifest-00000-00001.json"
-        wait_until(manifest.exists, 30.0, "rank 0 is sealed")
+        wait_until(manifest.exists, HANG_SECONDS, "rank 0 is sealed")
         first.kill()
     with AgentProcess(tmp_path / "pod1", destination) as second:
         second.announce(write_checkpoint(second.checkpoints / "checkpoint-3", {"rank1.pt": 2000}), 3, rank=1, **fields)
@@ -145,7 +148,7 @@ def test_a_client_of_another_version_is_said_once_and_served(tmp_path: Path) -> 
     with AgentProcess(tmp_path / "volume", destination) as agent, agent.stub() as stub:
         for api_version in (API_VERSION, 0, API_VERSION + 1, API_VERSION + 2):
             request = agent_pb2.RegisterRequest(world_size=1, client="test\n1", api_version=api_version)
-            assert stub.Register(request, timeout=30).api_version == API_VERSION
+            assert stub.Register(request, timeout=HANG_SECONDS).api_version == API_VERSION
         said = agent.log("client.other_version")
         assert [(line["client_api"], line["client"]) for line in said] == [(API_VERSION + 1, "test\\n1")]
 
@@ -165,23 +168,23 @@ def test_an_attached_client_counts_as_alive_and_gets_the_save_requests(tmp_path:
         listener = threading.Thread(target=listen)
         listener.start()
         try:
-            wait_until(lambda: agent.status().live_ranks == 1, 30.0, "the attached rank counts")
-            assert stub.RequestSave(agent_pb2.RequestSaveRequest(reason="test"), timeout=30).ranks == 1
+            wait_until(lambda: agent.status().live_ranks == 1, HANG_SECONDS, "the attached rank counts")
+            assert stub.RequestSave(agent_pb2.RequestSaveRequest(reason="test"), timeout=HANG_SECONDS).ranks == 1
             agent.notify_termination(grace_seconds=60)
-            wait_until(lambda: len(requests) == 2, 30.0, "both requests arrive")
+            wait_until(lambda: len(requests) == 2, HANG_SECONDS, "both requests arrive")
         finally:
             stream.cancel()
-            listener.join(30)
+            listener.join(HANG_SECONDS)
         assert [request.terminating for request in requests] == [False, True]
         assert requests[0].deadline == 0
         assert requests[1].deadline == agent.status().deadline
-        wait_until(lambda: agent.status().live_ranks == 0, 30.0, "a closed stream is a dead rank")
+        wait_until(lambda: agent.status().live_ranks == 0, HANG_SECONDS, "a closed stream is a dead rank")
 
 
 def test_watching_the_status_shows_the_change_and_not_the_silence(tmp_path: Path) -> None:
     _, destination = _destination(tmp_path)
     with AgentProcess(tmp_path / "volume", destination) as agent, agent.stub() as stub:
-        updates = stub.WatchStatus(agent_pb2.WatchStatusRequest(interval_ms=10), timeout=60)
+        updates = stub.WatchStatus(agent_pb2.WatchStatusRequest(interval_ms=10), timeout=HANG_SECONDS)
         assert not next(updates).checkpoints
         answer = agent.announce(write_checkpoint(agent.checkpoints / "checkpoint-1", {"a": 10}), 1)
         seen = next(update for update in updates if update.HasField("newest_committed"))
@@ -197,7 +200,7 @@ def test_status_counts_what_is_staged_and_what_is_durable(tmp_path: Path) -> Non
         assert status.backlog_bytes == 1_000_000
         assert status.recovery_point_age_seconds == -1
         assert status.drain_seconds == -1
-        wait_until(lambda: bool(agent.status().storage_error), 30.0, "the store's error is shown")
+        wait_until(lambda: bool(agent.status().storage_error), HANG_SECONDS, "the store's error is shown")
         listed = agent.status().checkpoints
         assert [(one.step, one.durable_bytes, one.size_bytes) for one in listed] == [(2, 0, 1_000_000)]
 
@@ -205,14 +208,14 @@ def test_status_counts_what_is_staged_and_what_is_durable(tmp_path: Path) -> Non
 def test_a_save_is_begun_with_an_id_that_the_announcement_uses(tmp_path: Path) -> None:
     _, destination = _destination(tmp_path)
     with AgentProcess(tmp_path / "volume", destination) as agent, agent.stub() as stub:
-        begun = stub.BeginSave(agent_pb2.BeginSaveRequest(step=4, attempt="job1"), timeout=30)
+        begun = stub.BeginSave(agent_pb2.BeginSaveRequest(step=4, attempt="job1"), timeout=HANG_SECONDS)
         assert begun.admitted
         assert begun.save.startswith("job1-")
         path = write_checkpoint(agent.checkpoints / "checkpoint-4", {"a": 10})
         assert agent.announce(path, 4, save=begun.save).save == begun.save
-        taken_back = stub.BeginSave(agent_pb2.BeginSaveRequest(step=5, attempt="job1"), timeout=30)
+        taken_back = stub.BeginSave(agent_pb2.BeginSaveRequest(step=5, attempt="job1"), timeout=HANG_SECONDS)
         assert taken_back.save != begun.save
-        stub.AbortSave(agent_pb2.AbortSaveRequest(save=taken_back.save), timeout=30)
+        stub.AbortSave(agent_pb2.AbortSaveRequest(save=taken_back.save), timeout=HANG_SECONDS)
 
 
 def test_the_id_that_ranks_have_agreed_on_is_kept_asked_for_twice_and_announced_or_taken_back(tmp_path: Path) -> None:
@@ -227,7 +230,7 @@ def test_the_id_that_ranks_have_agreed_on_is_kept_asked_for_twice_and_announced_
 
         def begin(save: str, step: int) -> bool:
             request = agent_pb2.BeginSaveRequest(step=step, save=save, size_bytes=size_bytes)
-            answer: agent_pb2.BeginSaveResponse = stub.BeginSave(request, timeout=30)
+            answer: agent_pb2.BeginSaveResponse = stub.BeginSave(request, timeout=HANG_SECONDS)
             assert answer.save == (save if answer.admitted else "")
             return answer.admitted
 
@@ -235,7 +238,7 @@ def test_the_id_that_ranks_have_agreed_on_is_kept_asked_for_twice_and_announced_
         # The answer may have been lost: room is kept for it once.
         assert begin("ours-1", 1)
         assert not begin("ours-2", 2)
-        stub.AbortSave(agent_pb2.AbortSaveRequest(save="ours-1"), timeout=30)
+        stub.AbortSave(agent_pb2.AbortSaveRequest(save="ours-1"), timeout=HANG_SECONDS)
         assert begin("ours-2", 2)
         path = write_checkpoint(agent.checkpoints / "checkpoint-2", {"a": 10})
         ranks = {"world_size": 2, "local_world_size": 2}
@@ -254,9 +257,9 @@ def test_registering_tells_a_trainer_what_is_going_on(tmp_path: Path) -> None:
         answer = agent.announce(write_checkpoint(agent.checkpoints / "checkpoint-9", {"a": 10}), 9)
         agent.wait_committed(answer.save)
         agent.notify_termination(grace_seconds=60)
-        told = stub.Register(agent_pb2.RegisterRequest(local_rank=0, rank=0, world_size=1), timeout=30)
+        told = stub.Register(agent_pb2.RegisterRequest(local_rank=0, rank=0, world_size=1), timeout=HANG_SECONDS)
         assert told.volume == str(agent.volume)
         assert told.newest_committed.step == 9
         assert told.terminating
         with pytest.raises(grpc.RpcError, match="rank 3 does not exist"):
-            stub.Register(agent_pb2.RegisterRequest(rank=3, world_size=2), timeout=30)
+            stub.Register(agent_pb2.RegisterRequest(rank=3, world_size=2), timeout=HANG_SECONDS)

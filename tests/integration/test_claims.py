@@ -2,13 +2,9 @@
 
 from pathlib import Path
 
-import pytest
 from tests.client.ranks.job import job
 from tests.harness.agent_process import AgentProcess, wait_until
-
-# They bound a hang: two ranks import torch, and looks are seconds apart.
-pytestmark = pytest.mark.timeout(400)
-FOUND_SECONDS = 120.0
+from tests.harness.bounds import HANG_SECONDS
 
 
 def announced(agent: AgentProcess, name: str) -> list[tuple[int, int]]:
@@ -25,7 +21,7 @@ def wait_until_a_snapshot_leaves_out(agent: AgentProcess, name: str, store: Path
     def stored() -> bool:
         return any(path.name == later.name for path in (store / "node-0").rglob("later-*"))
 
-    wait_until(stored, FOUND_SECONDS, "a snapshot of what came later is stored")
+    wait_until(stored, HANG_SECONDS, "a snapshot of what came later is stored")
     assert not [path for path in (store / "node-0").rglob("*") if path.name == name]
 
 
@@ -73,7 +69,7 @@ def test_a_pods_part_is_announced_once_however_long_another_pod_takes_for_its_ow
         AgentProcess(first, f"file://{tmp_path}/store") as agent,
         job("checkpointer_with_a_slow_pod", tmp_path, [first, second], local_world_size=1) as ranks,
     ):
-        wait_until((agent.checkpoints / "checkpoint-1").exists, FOUND_SECONDS, "the first pod has its part")
+        wait_until((agent.checkpoints / "checkpoint-1").exists, HANG_SECONDS, "the first pod has its part")
         wait_until_a_snapshot_leaves_out(agent, "checkpoint-1", tmp_path / "store")
         assert announced(agent, "checkpoint-1") == []
         ranks[1].go()
@@ -87,7 +83,7 @@ def test_a_pods_part_is_in_no_snapshot_though_all_ranks_were_killed(tmp_path: Pa
         AgentProcess(first, f"file://{tmp_path}/store") as agent,
         job("checkpointer_with_a_slow_pod", tmp_path, [first, second], local_world_size=1) as ranks,
     ):
-        wait_until((agent.checkpoints / "checkpoint-1").exists, FOUND_SECONDS, "the first pod has its part")
+        wait_until((agent.checkpoints / "checkpoint-1").exists, HANG_SECONDS, "the first pod has its part")
         for rank in ranks:
             rank.process.kill()
         wait_until_a_snapshot_leaves_out(agent, "checkpoint-1", tmp_path / "store")

@@ -10,14 +10,13 @@ import pytest
 from tests.fakes.fake_api_server import FakeApiServer, Mood
 from tests.fakes.object_shelf import RefusedError
 from tests.harness.agent_process import AgentProcess, wait_until, write_checkpoint
+from tests.harness.bounds import HANG_SECONDS
 from tests.servers.server import Bucket
 from tests.servers.tls import Certificate
 
 from keepstep_api.v1 import agent_pb2
 
 KEY = "keepstep.dev/last-committed"
-# It bounds a hang and judges no speed.
-LIMIT_SECONDS = 60.0
 
 
 @pytest.fixture
@@ -67,18 +66,18 @@ def asked(server: FakeApiServer) -> list[tuple[str, str, int]]:
 
 def test_a_just_in_time_save_is_an_event_and_the_pods_annotation(agent: AgentProcess, server: FakeApiServer) -> None:
     save(agent, 10, agent_pb2.KIND_JUST_IN_TIME)
-    wait_until(lambda: KEY in annotations(server), LIMIT_SECONDS, "the pod is annotated")
+    wait_until(lambda: KEY in annotations(server), HANG_SECONDS, "the pod is annotated")
     assert json.loads(annotations(server)[KEY])["step"] == 10
     assert asked(server) == [("create", "events", 200), ("patch", "pods", 200)]
 
 
 def test_what_was_not_told_yet_is_told_at_the_end(agent: AgentProcess, server: FakeApiServer) -> None:
     save(agent, 10, agent_pb2.KIND_PERIODIC)
-    wait_until(lambda: KEY in annotations(server), LIMIT_SECONDS, "the pod is annotated")
+    wait_until(lambda: KEY in annotations(server), HANG_SECONDS, "the pod is annotated")
     # Within the half minute in which the annotation stays as it is.
     save(agent, 20, agent_pb2.KIND_PERIODIC)
     agent.terminate()
-    assert agent.wait(LIMIT_SECONDS) == 0
+    assert agent.wait(HANG_SECONDS) == 0
     assert json.loads(annotations(server)[KEY])["step"] == 20
 
 
@@ -88,9 +87,9 @@ def test_without_the_right_it_is_said_once_and_checkpoints_are_committed(
     server.allowed = lambda _verb, _resource, _name: False
     for step in (10, 20, 30):
         save(agent, step, agent_pb2.KIND_JUST_IN_TIME)
-    wait_until(lambda: len(agent.log("kubernetes.forbidden")) == 2, LIMIT_SECONDS, "both are left out")
+    wait_until(lambda: len(agent.log("kubernetes.forbidden")) == 2, HANG_SECONDS, "both are left out")
     agent.terminate()
-    assert agent.wait(LIMIT_SECONDS) == 0
+    assert agent.wait(HANG_SECONDS) == 0
     assert [status for _, _, status in asked(server)] == [403, 403]
     with pytest.raises(RefusedError):
         server.shelf.get("events", "any")
@@ -104,5 +103,5 @@ def test_an_api_server_in_trouble_holds_up_neither_commits_nor_the_end(
     for step in (10, 20, 30):
         save(agent, step, agent_pb2.KIND_JUST_IN_TIME)
     agent.terminate()
-    assert agent.wait(LIMIT_SECONDS) == 0
+    assert agent.wait(HANG_SECONDS) == 0
     assert len(agent.log("checkpoint.committed")) == 3

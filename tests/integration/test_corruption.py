@@ -7,18 +7,18 @@ from pathlib import Path
 
 import pytest
 from tests.harness.agent_process import AgentProcess, tree, write_checkpoint
+from tests.harness.bounds import HANG_SECONDS
 from tests.harness.bucket_view import BucketView, step_of
 from tests.servers.server import Bucket
 
 MIB = 1024 * 1024
 SIZES = {"model.safetensors": 11 * MIB, "optimizer.pt": 2 * MIB, "config.json": 300}
-COMMAND_SECONDS = 90.0
 
 
 def keepstep(bucket: Bucket, command: str, *arguments: str) -> "subprocess.CompletedProcess[str]":
     line = [sys.executable, "-m", "keepstep_agent", command, bucket.destination]
     line += [f"--endpoint-url={bucket.endpoint_url}", *arguments]
-    return subprocess.run(line, capture_output=True, text=True, timeout=COMMAND_SECONDS, check=False)
+    return subprocess.run(line, capture_output=True, text=True, timeout=HANG_SECONDS, check=False)
 
 
 @pytest.fixture

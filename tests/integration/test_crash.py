@@ -9,6 +9,7 @@ from urllib.parse import parse_qs
 
 import pytest
 from tests.harness.agent_process import AgentProcess, tree, wait_until, write_checkpoint
+from tests.harness.bounds import HANG_SECONDS
 from tests.harness.bucket_view import BucketView
 from tests.servers.fault_proxy import FaultProxy
 from tests.servers.faults import Fault, Request, Rule
@@ -35,7 +36,6 @@ SIZES = {
 BYTES_PER_SECOND = 8 * MIB
 LONGEST_BLIND_LIFE_BYTES = 8 * MIB
 LONGEST_WAIT_BYTES = 24 * MIB
-LIFE_SECONDS = 60.0
 
 
 def is_create(request: Request) -> bool:
@@ -91,11 +91,11 @@ class Lives:
         return moment.__name__
 
     def _kill_when(self, holds: Callable[[], bool]) -> None:
-        wait_until(lambda: holds() or self._agent.process.poll() is not None, LIFE_SECONDS, "the moment to die")
+        wait_until(lambda: holds() or self._agent.process.poll() is not None, HANG_SECONDS, "the moment to die")
         assert self._agent.process.poll() is None, self._agent.log_text()[-2000:]
         self._agent.kill()
         # What the kernel still held has arrived or is gone: from here on the store does not change.
-        wait_until(lambda: not self._proxy.open_connections, LIFE_SECONDS, "the dead agent's requests are over")
+        wait_until(lambda: not self._proxy.open_connections, HANG_SECONDS, "the dead agent's requests are over")
 
     def _sent_bytes(self) -> int:
         return sum(request.body_bytes for request in self._proxy.log)
@@ -119,7 +119,7 @@ def sent_twice(log: list[Request]) -> list[tuple[str, ...]]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_kills_lose_nothing_leave_nothing_and_send_no_finished_part_twice(
     rclone_bucket: Bucket, fault_proxy: FaultProxy, tmp_path: Path
 ) -> None:
@@ -129,7 +129,7 @@ def test_kills_lose_nothing_leave_nothing_and_send_no_finished_part_twice(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("way", ["kernel", "tls", "plain"])
 def test_kills_lose_nothing_however_bytes_are_sent(
     way: str, rclone_server: RcloneServer, rclone_bucket: Bucket, certificate: Certificate, tmp_path: Path
@@ -184,7 +184,7 @@ def live_and_die(
         staged = agent.volume / ".keepstep" / "staged"
         wait_until(
             lambda: len(view.markers()) == len(steps) and not any(staged.iterdir()),
-            120,
+            HANG_SECONDS,
             "all is committed and released",
         )
 
@@ -221,12 +221,16 @@ def test_an_upload_that_a_kill_cut_short_goes_on_in_its_parts_after_a_change_of_
         source = write_checkpoint(before.checkpoints / "checkpoint-100", {"model.bin": 40 * MIB}, seed=1)
         original = tree(source)
         before.announce(source, 100)
-        wait_until(lambda: before.status().checkpoints[0].durable_bytes >= 2 * PART_BYTES, 60, "some parts are stored")
+        wait_until(
+            lambda: before.status().checkpoints[0].durable_bytes >= 2 * PART_BYTES,
+            HANG_SECONDS,
+            "some parts are stored",
+        )
         before.kill()
     fault_proxy.throttle(0)
-    wait_until(lambda: not fault_proxy.open_connections, LIFE_SECONDS, "the dead agent's requests are over")
+    wait_until(lambda: not fault_proxy.open_connections, HANG_SECONDS, "the dead agent's requests are over")
     with agent(part_size_bytes):
-        wait_until(lambda: len(view.markers()) == 1, 90, "it is committed")
+        wait_until(lambda: len(view.markers()) == 1, HANG_SECONDS, "it is committed")
 
     assert sent_twice(fault_proxy.log) == []
     assert view.uploads() == []

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from tests.harness.agent_process import AgentProcess, write_checkpoint
+from tests.harness.bounds import HANG_SECONDS
 
 
 @pytest.mark.parametrize("open_ends", [os.pipe, os.openpty])
@@ -21,7 +22,7 @@ def test_an_agent_whose_log_nobody_reads_any_more_commits_and_drains(
         os.close(reader)
         agent.wait_committed(agent.announce(write_checkpoint(agent.checkpoints / "checkpoint-7", {"a": 1000}), 7).save)
         agent.terminate()
-        assert agent.wait(60) == 0
+        assert agent.wait(HANG_SECONDS) == 0
     finally:
         agent.process.kill()
 
@@ -36,6 +37,6 @@ def test_the_last_words_about_what_is_not_durable_cost_nobody_the_exit_code(tmp_
         os.close(reader)
         agent.announce(write_checkpoint(agent.checkpoints / "checkpoint-7", {"a": 1000}), 7)
         agent.terminate()
-        assert agent.wait(60) == 75
+        assert agent.wait(HANG_SECONDS) == 75
     finally:
         agent.process.kill()

@@ -15,7 +15,7 @@ from keepstep_agent.core.errors import KeepstepError
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_the_demo_loses_not_a_single_step_and_leaves_nothing_behind(
     short_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -23,7 +23,7 @@ def test_the_demo_loses_not_a_single_step_and_leaves_nothing_behind(
     # The user's own settings take no part.
     monkeypatch.setenv("KEEPSTEP_DESTINATION", "s3://no-such-bucket/run")
     monkeypatch.setenv("AWS_PROFILE", "no-such-profile")
-    done = subprocess.run([sys.executable, "-m", "examples.demo"], capture_output=True, text=True, timeout=880)
+    done = subprocess.run([sys.executable, "-m", "examples.demo"], capture_output=True, text=True, timeout=1700)
     logs = "".join(path.read_text()[-1500:] for path in short_directory.rglob("*.log"))
     assert (done.returncode, done.stderr) == (0, ""), done.stdout + logs
     told, _, held = done.stdout.partition("What held")

@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 import pytest
 from tests.harness.agent_process import AgentProcess, json_lines, wait_until, write_checkpoint
+from tests.harness.bounds import HANG_SECONDS
 from tests.harness.bucket_view import step_of
 from tests.harness.small_volume import mounted
 
@@ -37,7 +38,7 @@ def _fill_until_the_journal_is_unwritable(agent: AgentProcess) -> None:
         _fill(agent.volume)
         return bool(agent.log("journal.unwritable"))
 
-    wait_until(unwritable, 60.0, "the journal cannot be written")
+    wait_until(unwritable, HANG_SECONDS, "the journal cannot be written")
 
 
 @contextmanager
@@ -61,11 +62,11 @@ def test_a_full_volume_stops_neither_the_agent_nor_the_last_save(tmp_path: Path)
         last = write_checkpoint(agent.checkpoints / "checkpoint-4", {"a": _MIB})
         _fill(volume)
         # Not by the budget: giving up what is superseded is journaled, and the reserve that this takes is room again.
-        wait_until(lambda: bool(agent.log("checkpoint.shed")), 30.0, "the agent sees that nothing is left")
+        wait_until(lambda: bool(agent.log("checkpoint.shed")), HANG_SECONDS, "the agent sees that nothing is left")
         answer = agent.announce(last, 4, kind=2)
         assert answer.size_bytes == _MIB
         agent.terminate()
-        assert agent.wait(60) == 75
+        assert agent.wait(HANG_SECONDS) == 75
         assert "checkpoint-4 (step 4, just-in-time)" in agent.log_text()
 
 
@@ -88,12 +89,12 @@ def test_what_was_committed_on_a_full_volume_is_committed_after_a_restart_too(tm
     with _agent_on_a_small_volume(tmp_path, bandwidth_bytes_per_second=4 * _MIB) as agent:
         agent.announce(write_checkpoint(agent.checkpoints / "checkpoint-1", {"a": 40 * _MIB}), 1)
         _fill_until_the_journal_is_unwritable(agent)
-        wait_until(lambda: bool(agent.log("checkpoint.committed")), 60.0, "it is committed all the same")
+        wait_until(lambda: bool(agent.log("checkpoint.committed")), HANG_SECONDS, "it is committed all the same")
         assert not agent.log("journal.writable_again")
         agent.kill()
         (agent.volume / "filler").unlink()
         agent.start()
-        wait_until(lambda: len(agent.log("checkpoint.committed")) == 2, 60.0, "the next agent finds the marker")
+        wait_until(lambda: len(agent.log("checkpoint.committed")) == 2, HANG_SECONDS, "the next agent finds the marker")
         assert not agent.log("checkpoint.failed")
 
 
@@ -126,12 +127,12 @@ def test_an_agent_whose_journal_is_damaged_starts_again_on_a_full_volume_without
         assert agent.wait_committed(save).step == 1
         assert not agent.log("journal.writable_again")
         (agent.volume / "filler").unlink()
-        wait_until(lambda: bool(agent.log("journal.writable_again")), 60.0, "the records are journaled")
+        wait_until(lambda: bool(agent.log("journal.writable_again")), HANG_SECONDS, "the records are journaled")
 
 
 @pytest.mark.root
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("killed", [False, True], ids=["by one agent", "by agents that are killed"])
 def test_every_acknowledged_save_on_a_full_volume_is_committed_or_reported(tmp_path: Path, killed: bool) -> None:
     with _agent_on_a_small_volume(tmp_path, bandwidth_bytes_per_second=8 * _MIB) as agent:
@@ -152,7 +153,7 @@ def test_every_acknowledged_save_on_a_full_volume_is_committed_or_reported(tmp_p
             # Nor does the trainer keep what was refused.
             shutil.rmtree(path, ignore_errors=True)
             (agent.volume / "filler").unlink(missing_ok=True)
-        wait_until(lambda: all(one.phase in _ENDED for one in agent.status().checkpoints), 120.0, "all are over")
+        wait_until(lambda: all(one.phase in _ENDED for one in agent.status().checkpoints), HANG_SECONDS, "all are over")
         log = agent.log_text()
     reported = _reported_steps(log)
     assert acknowledged <= _committed_steps(tmp_path / "destination") | reported

@@ -12,6 +12,7 @@ from typing import Self
 
 import pytest
 from tests.harness.agent_process import AgentProcess, tree, wait_until
+from tests.harness.bounds import HANG_SECONDS
 from tests.harness.bucket_view import BucketView
 from tests.harness.run_process import RunProcess
 from tests.servers.server import Bucket
@@ -19,9 +20,6 @@ from tests.servers.server import Bucket
 FOLDER = Path(__file__).parents[2] / "examples" / "node"
 PROGRAM = FOLDER / "train.mjs"
 ENDLESS = 10**12
-# They bound a hang and judge no speed.
-_EVENT_SECONDS = 60.0
-_COMMAND_SECONDS = 60.0
 
 
 def _missing() -> str:
@@ -56,7 +54,7 @@ class NodeProcess:
     def __exit__(self, *_: object) -> None:
         assert self._process is not None
         self._process.kill()
-        self._process.wait(_EVENT_SECONDS)
+        self._process.wait(HANG_SECONDS)
 
     def output(self) -> str:
         return self._log.read_text()
@@ -76,7 +74,7 @@ class NodeProcess:
             assert found() or self._process is None or self._process.poll() is None, self.output()
             return bool(found())
 
-        wait_until(holds, _EVENT_SECONDS, f"{event} {text}")
+        wait_until(holds, HANG_SECONDS, f"{event} {text}")
         return found()[0]
 
     def signal(self, number: signal.Signals) -> None:
@@ -86,7 +84,7 @@ class NodeProcess:
     def wait(self) -> int:
         """Its exit code."""
         assert self._process is not None
-        return self._process.wait(_EVENT_SECONDS)
+        return self._process.wait(HANG_SECONDS)
 
 
 def _agent(volume: Path, bucket: Bucket) -> AgentProcess:
@@ -100,7 +98,7 @@ def _value(line: str, name: str) -> str:
 def _leaves(agent: AgentProcess) -> None:
     """As a pod ends: the trainer is gone, and the agent drains and exits, with nothing left behind."""
     agent.terminate()
-    assert agent.wait(_EVENT_SECONDS) == 0, agent.log_text()
+    assert agent.wait(HANG_SECONDS) == 0, agent.log_text()
 
 
 def _stored_steps(bucket: Bucket) -> list[int]:
@@ -154,7 +152,7 @@ def test_a_node_program_hears_by_attach_that_it_shall_save_and_that_its_pod_ends
             [sys.executable, "-m", "keepstep_agent", "save", f"--volume={volume}", "--json"],
             capture_output=True,
             text=True,
-            timeout=_COMMAND_SECONDS,
+            timeout=HANG_SECONDS,
             check=True,
         )
         assert json.loads(asked.stdout)["ranks"] == 1
@@ -180,8 +178,8 @@ def test_a_node_program_stopped_under_keepstep_run_goes_on_bit_identical_on_a_ne
         )
 
     with run("one", f"--steps={ENDLESS}", "--save-every=0") as first:
-        wait_until(lambda: "\nattached " in first.output(), _EVENT_SECONDS, "the agent is there")
-        wait_until(lambda: "\nbegin step=0\n" in first.output(), _EVENT_SECONDS, "the training begins")
+        wait_until(lambda: "\nattached " in first.output(), HANG_SECONDS, "the agent is there")
+        wait_until(lambda: "\nbegin step=0\n" in first.output(), HANG_SECONDS, "the training begins")
         first.signal(signal.SIGTERM)
         assert first.wait() == 143, first.output()
     (step,) = _stored_steps(rclone_bucket)

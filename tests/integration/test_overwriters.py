@@ -18,14 +18,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from tests.harness.agent_process import AgentProcess, tree, wait_until
+from tests.harness.bounds import HANG_SECONDS
 from tests.harness.bucket_view import BucketView
 from tests.servers.fault_proxy import FaultProxy
 from tests.servers.server import Bucket
 
 from keepstep_api.v1 import agent_pb2
 
-# They bound a hang.
-pytestmark = pytest.mark.timeout(300)
 MIB = 1024 * 1024
 _FLOATS = 400_000
 # All of a save of some megabytes takes seconds; the first file of it less.
@@ -122,7 +121,7 @@ def outcome(agent: AgentProcess, save: str) -> agent_pb2.Checkpoint:
     def one() -> agent_pb2.Checkpoint:
         return next(found for found in agent.status().checkpoints if found.save == save)
 
-    wait_until(ended, 120, f"{save} has come to its end")
+    wait_until(ended, HANG_SECONDS, f"{save} has come to its end")
     return one()
 
 
@@ -153,7 +152,7 @@ def test_what_is_overwritten_during_its_upload_is_never_committed_as_a_mix(
             writer(source, step)
             saves[step] = known.announce(agent, source, step)
             if step < 4:
-                wait_until(partial(_is_on_the_way, agent, saves[step]), 120, "it is being sent")
+                wait_until(partial(_is_on_the_way, agent, saves[step]), HANG_SECONDS, "it is being sent")
         fault_proxy.throttle(0)
         ends = {step: outcome(agent, save) for step, save in saves.items()}
     failed = [step for step, end in ends.items() if end.phase == agent_pb2.PHASE_FAILED]
@@ -204,7 +203,7 @@ def test_the_one_before_remains_when_an_overwritten_one_was_the_last(
         fault_proxy.throttle(_BYTES_PER_SECOND)
         single_file(source, 2)
         save = known.announce(agent, source, 2)
-        wait_until(lambda: _is_on_the_way(agent, save), 120, "it is being sent")
+        wait_until(lambda: _is_on_the_way(agent, save), HANG_SECONDS, "it is being sent")
         # The job is killed in the middle of the next one.
         with source.open("r+b") as file:
             file.truncate(1000)
@@ -236,11 +235,11 @@ def test_a_snapshot_of_files_that_are_being_overwritten_is_of_one_save_or_the_ot
                 generations[hashlib.sha256((source / name).read_bytes()).digest()] = generation
             (source / "trainer_state.json").write_text(f'{{"global_step": {generation}}}')
             # It pauses for as long as it takes until a snapshot is taken, and writes on just then.
-            wait_until(partial(_has_found, agent, len(agent.log("snapshot.taken"))), 60, "it was found")
+            wait_until(partial(_has_found, agent, len(agent.log("snapshot.taken"))), HANG_SECONDS, "it was found")
             if generation >= 4 or time.monotonic() > deadline:
                 break
         last = generation
-        wait_until(partial(_is_stored, view, generations, last), 120, "the last one is committed")
+        wait_until(partial(_is_stored, view, generations, last), HANG_SECONDS, "the last one is committed")
     for marker in view.keys(".keepstep/snapshots/"):
         save = marker.rpartition("/")[2].split(".")[1]
         stored = {

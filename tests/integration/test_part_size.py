@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from tests.harness.agent_process import AgentProcess, tree, wait_until, write_checkpoint
+from tests.harness.bounds import HANG_SECONDS
 from tests.harness.bucket_view import BucketView
 from tests.servers.fault_proxy import FaultProxy
 from tests.servers.server import Bucket
@@ -28,7 +29,7 @@ def test_parts_that_a_slow_store_made_smaller_survive_a_kill_and_restore_to_what
         assert sorted(parts_of(first.save).values()) == [8 * MIB, 32 * MIB]
         path = write_checkpoint(agent.checkpoints / "checkpoint-2", {"model.bin": 60 * MIB})
         second = agent.announce(path, 2)
-        wait_until(lambda: bool(parts_of(second.save)), 60.0, "a part of it is stored")
+        wait_until(lambda: bool(parts_of(second.save)), HANG_SECONDS, "a part of it is stored")
         agent.kill()
         fault_proxy.throttle(0)
         # The next agent has measured nothing, and its store is fast.

@@ -10,16 +10,12 @@ from pathlib import Path
 
 import pytest
 from tests.harness.agent_process import AgentProcess, wait_until
+from tests.harness.bounds import HANG_SECONDS
 from tests.harness.bucket_view import BucketView
 from tests.harness.warm_python import warm_python
 from tests.servers.server import Bucket
 
 from keepstep_api import names
-
-# They bound a hang: importing a framework alone takes half a minute on a busy machine.
-pytestmark = pytest.mark.timeout(400)
-_PROGRAM_SECONDS = 300.0
-_COMMIT_SECONDS = 120.0
 
 PROGRAM = Path(__file__).with_name("lightning_program.py")
 
@@ -30,7 +26,7 @@ def test_lightning_finds_its_file_where_it_was(readers: list[str], rclone_bucket
     volume, view = tmp_path / "volume", BucketView(rclone_bucket)
     with AgentProcess(volume, rclone_bucket.destination, endpoint_url=rclone_bucket.endpoint_url) as agent:
         assert train(agent, "last" if readers == ["last"] else "", 4)[0] == [1, 2, 3, 4]
-        wait_until(lambda: bool(agent.log("checkpoint.committed")), _COMMIT_SECONDS, "it is committed")
+        wait_until(lambda: bool(agent.log("checkpoint.committed")), HANG_SECONDS, "it is committed")
     (saved,) = agent.checkpoints.iterdir()
     shutil.rmtree(volume)
     assert view.restore(volume) == saved
@@ -50,7 +46,7 @@ def train(agent: AgentProcess, chosen: str, steps: int) -> tuple[list[int], str]
     }
     lightning = warm_python("torch", "lightning.pytorch")
     words = [str(PROGRAM), chosen, str(steps)]
-    result = lightning.run(words, environment=environment, timeout_seconds=_PROGRAM_SECONDS)
+    result = lightning.run(words, environment=environment, timeout_seconds=HANG_SECONDS)
     assert result.returncode == 0, result.stderr
     trained, loaded = json.loads(result.stdout.splitlines()[-1])
     return trained, loaded

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.harness.agent_process import AgentProcess, wait_until, write_checkpoint
+from tests.harness.bounds import HANG_SECONDS
 from tests.harness.bucket_view import step_of
 
 from keepstep_agent.core.stored.object_layout import pin_key
@@ -31,9 +32,11 @@ def test_every_commit_prunes_down_to_what_any_policy_keeps(tmp_path: Path) -> No
             kind = agent_pb2.KIND_FINAL if step == 61 else agent_pb2.KIND_PERIODIC
             agent.wait_committed(agent.announce(path, step, kind=kind).save)
         kept = [41, 61, 81, 91, 101]
-        wait_until(lambda: _steps(folder) == kept, 60.0, "the old ones are pruned")
+        wait_until(lambda: _steps(folder) == kept, HANG_SECONDS, "the old ones are pruned")
         # The files of a checkpoint go after its marker.
-        wait_until(lambda: _names_with_files(folder) == {f"checkpoint-{step}" for step in kept}, 60.0, "their files go")
+        wait_until(
+            lambda: _names_with_files(folder) == {f"checkpoint-{step}" for step in kept}, HANG_SECONDS, "their files go"
+        )
         assert not agent.log("retention.refused")
 
 
@@ -47,5 +50,5 @@ def test_an_agent_that_keeps_all_checkpoints_removes_the_pins_of_old_attempts(tm
     with AgentProcess(tmp_path / "volume", f"file://{folder}") as agent:
         path = write_checkpoint(agent.checkpoints / "checkpoint-1", {"model.bin": 1000})
         agent.wait_committed(agent.announce(path, 1).save)
-        wait_until(lambda: not old.exists(), 60.0, "the old pin is removed")
+        wait_until(lambda: not old.exists(), HANG_SECONDS, "the old pin is removed")
         assert newest.exists()

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from tests.harness.agent_process import wait_until
+from tests.harness.bounds import HANG_SECONDS
 from tests.harness.run_process import JUST_IN_TIME, TRAINER, RunProcess, ends_of
 
 
@@ -40,7 +41,9 @@ def test_a_signal_during_the_restore_ends_the_run_before_the_program(
     silent_store: str, tmp_path: Path, number: signal.Signals
 ) -> None:
     with RunProcess(tmp_path / "volume", "s3://bucket/run", endpoint_url=silent_store) as run:
-        wait_until(lambda: any(" restore " in line for line in run.children().values()), 60, "the restore runs")
+        wait_until(
+            lambda: any(" restore " in line for line in run.children().values()), HANG_SECONDS, "the restore runs"
+        )
         run.signal(number)
         assert run.wait() == 128 + number, run.output()
     assert "begin" not in run.output()
@@ -53,7 +56,7 @@ def test_a_signal_while_the_agent_starts_ends_the_run_before_the_program(
     volume = tmp_path / "volume"
     options: dict[str, Any] = {"restore": "off", "grace_seconds": 3}
     with journal_held(volume), RunProcess(volume, f"file://{tmp_path}/store", **options) as run:
-        wait_until(lambda: run.agent_pid() is not None, 60, "the agent starts")
+        wait_until(lambda: run.agent_pid() is not None, HANG_SECONDS, "the agent starts")
         agent_pid = run.agent_pid()
         run.signal(number)
         assert run.wait() == 128 + number, run.output()
@@ -91,7 +94,7 @@ def run_that_says_what_it_is_sent(tmp_path: Path, *prefix: str) -> Iterator[RunP
     command = (sys.executable, "-c", SAYS_WHAT_IT_IS_SENT)
     options: dict[str, Any] = {"command": command, "trainer": {"MAY_END": may_end}, "prefix": prefix, "watch": "off"}
     with RunProcess(tmp_path / "volume", f"file://{tmp_path}/store", **options) as run:
-        wait_until(lambda: "ready\n" in run.output(), 90, "the program runs")
+        wait_until(lambda: "ready\n" in run.output(), HANG_SECONDS, "the program runs")
         yield run
         may_end.touch()
         assert run.wait() == 0, run.output()
@@ -100,7 +103,7 @@ def run_that_says_what_it_is_sent(tmp_path: Path, *prefix: str) -> Iterator[RunP
 def send(run: RunProcess, number: signal.Signals) -> None:
     """To the runner; until the program has got it."""
     run.signal(number)
-    wait_until(lambda: f"got {number.name}\n" in run.output(), 60, f"the program gets {number.name}")
+    wait_until(lambda: f"got {number.name}\n" in run.output(), HANG_SECONDS, f"the program gets {number.name}")
 
 
 def test_a_signal_whose_meaning_is_the_programs_own_reaches_it_and_nobody_else(tmp_path: Path) -> None:
@@ -157,7 +160,7 @@ def test_ctrl_c_in_a_terminal_reaches_the_program_once_although_its_stdin_is_els
     keyboard, path = terminal
     with run_that_says_what_it_is_sent(tmp_path, sys.executable, "-c", IN_A_TERMINAL, "in the foreground", path) as run:
         os.write(keyboard, b"\x03")
-        wait_until(lambda: bool(run.log("run.signal")), 60, "the runner has got it too")
+        wait_until(lambda: bool(run.log("run.signal")), HANG_SECONDS, "the runner has got it too")
         send(run, signal.SIGUSR1)
     assert run.output().count("got SIGINT\n") == 1
 

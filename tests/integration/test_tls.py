@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from tests.harness.agent_process import AgentProcess, tree, wait_until, write_checkpoint
+from tests.harness.bounds import HANG_SECONDS
 from tests.servers.server import Bucket
 from tests.servers.tls import make_certificate
 
 MIB = 1024 * 1024
 SIZES = {"model.safetensors": 12 * MIB, "config.json": 300}
-COMMAND_SECONDS = 100.0
 
 
 def make_agent(volume: Path, bucket: Bucket, **settings: Any) -> AgentProcess:
@@ -24,7 +24,7 @@ def make_agent(volume: Path, bucket: Bucket, **settings: Any) -> AgentProcess:
 def restore(bucket: Bucket, volume: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
     line = [sys.executable, "-m", "keepstep_agent", "restore", bucket.destination, f"--volume={volume}"]
     line += [f"--endpoint-url={bucket.endpoint_url}", *arguments]
-    return subprocess.run(line, capture_output=True, text=True, timeout=COMMAND_SECONDS, check=False)
+    return subprocess.run(line, capture_output=True, text=True, timeout=HANG_SECONDS, check=False)
 
 
 def commit_one(agent: AgentProcess) -> dict[str, bytes]:
@@ -51,7 +51,7 @@ def test_with_another_ca_the_error_names_it_and_the_right_one_mends_it(
         source = write_checkpoint(agent.checkpoints / "checkpoint-7", SIZES)
         original = tree(source)
         save = agent.announce(source, 7).save
-        wait_until(lambda: agent.status().storage_error != "", 60, "the status says what is wrong")
+        wait_until(lambda: agent.status().storage_error != "", HANG_SECONDS, "the status says what is wrong")
         assert "certificate" in agent.status().storage_error
         line = agent.log("work.failed")[0]
         assert "certificate" in line["error"]
@@ -83,7 +83,7 @@ def test_a_ca_bundle_that_is_not_there_is_named_and_mended_by_putting_it_there(
     ]
     with make_agent(tmp_path / "volume", rclone_tls_bucket, ca_bundle=absent) as agent:
         save = agent.announce(write_checkpoint(agent.checkpoints / "checkpoint-7", SIZES), 7).save
-        wait_until(lambda: str(absent) in agent.status().storage_error, 60, "the status names the file")
+        wait_until(lambda: str(absent) in agent.status().storage_error, HANG_SECONDS, "the status names the file")
         assert rclone_tls_bucket.ca_bundle is not None
         shutil.copy(rclone_tls_bucket.ca_bundle, absent)
         agent.wait_committed(save)

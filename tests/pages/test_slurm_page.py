@@ -4,6 +4,8 @@ import re
 import subprocess
 from pathlib import Path
 
+from tests.harness.bounds import HANG_SECONDS
+
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "slurm.md").read_text()
 SCRIPTS = sorted((ROOT / "examples" / "slurm").glob("*.sh"))
@@ -21,7 +23,7 @@ def test_every_script_is_run_by_a_test_on_real_slurm() -> None:
 
 def test_every_script_can_be_parsed_by_bash() -> None:
     for script in SCRIPTS:
-        subprocess.run(["bash", "-n", str(script)], check=True, timeout=60)
+        subprocess.run(["bash", "-n", str(script)], check=True, timeout=HANG_SECONDS)
 
 
 def test_the_page_names_log_lines_and_messages_that_exist() -> None:

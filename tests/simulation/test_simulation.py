@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tests.harness.bounds import HANG_SECONDS
 from tests.simulation.life import Life
 from tests.simulation.store_model import ViolationError
 
@@ -92,7 +93,7 @@ def test_the_same_seed_gives_the_same_life_in_every_process() -> None:
             capture_output=True,
             text=True,
             check=True,
-            timeout=60,
+            timeout=HANG_SECONDS,
             # What is logged on the way has the time of day in it.
         ).stdout.splitlines()[-1]
         for hash_seed in ("1", "2")

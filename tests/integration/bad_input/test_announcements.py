@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from tests.harness.agent_process import AgentProcess, tree, wait_until, write_checkpoint
+from tests.harness.bounds import HANG_SECONDS
 from tests.harness.bucket_view import BucketView
 from tests.integration.bad_input.agent_calls import MIB, SIZES, good_checkpoint, make_agent, refusal
 from tests.servers.fault_proxy import FaultProxy
@@ -105,11 +106,13 @@ def test_a_bad_announcement_is_refused_with_a_reason_and_a_hint_and_the_next_is_
 def test_no_other_call_fails_without_a_reason_and_a_hint(agent: AgentProcess) -> None:
     with agent.stub() as stub:
         calls = (
-            lambda: stub.Register(agent_pb2.RegisterRequest(rank=2, world_size=2), timeout=30),
-            lambda: stub.BeginSave(agent_pb2.BeginSaveRequest(attempt="a/b"), timeout=30),
-            lambda: stub.NotifyTermination(agent_pb2.NotifyTerminationRequest(grace_seconds=-1), timeout=30),
-            lambda: stub.NotifyTermination(agent_pb2.NotifyTerminationRequest(grace_seconds=math.inf), timeout=30),
-            lambda: stub.WaitCommitted(agent_pb2.WaitCommittedRequest(save="unknown"), timeout=30),
+            lambda: stub.Register(agent_pb2.RegisterRequest(rank=2, world_size=2), timeout=HANG_SECONDS),
+            lambda: stub.BeginSave(agent_pb2.BeginSaveRequest(attempt="a/b"), timeout=HANG_SECONDS),
+            lambda: stub.NotifyTermination(agent_pb2.NotifyTerminationRequest(grace_seconds=-1), timeout=HANG_SECONDS),
+            lambda: stub.NotifyTermination(
+                agent_pb2.NotifyTerminationRequest(grace_seconds=math.inf), timeout=HANG_SECONDS
+            ),
+            lambda: stub.WaitCommitted(agent_pb2.WaitCommittedRequest(save="unknown"), timeout=HANG_SECONDS),
         )
         refusals = [refusal(call) for call in calls]
     assert [(code, reason) for code, reason, _ in refusals] == [
@@ -174,7 +177,7 @@ def test_waiting_for_a_save_that_nobody_knows_is_refused(agent: AgentProcess) ->
 def test_a_rank_that_is_not_in_the_world_cannot_register(agent: AgentProcess) -> None:
     with agent.stub() as stub:
         request = agent_pb2.RegisterRequest(rank=4, world_size=4)
-        code, reason, _ = refusal(lambda: stub.Register(request, timeout=30))
+        code, reason, _ = refusal(lambda: stub.Register(request, timeout=HANG_SECONDS))
     assert (code, reason) == ("INVALID_ARGUMENT", "BAD_REQUEST")
 
 
@@ -198,7 +201,9 @@ def test_a_file_that_changes_while_it_is_sent_fails_its_checkpoint_alone(
     with agent:
         directory = write_checkpoint(agent.checkpoints / "checkpoint-1", {"model.safetensors": 60 * MIB})
         save = agent.announce(directory, 1).save
-        wait_until(lambda: agent.status().checkpoints[0].phase == agent_pb2.PHASE_UPLOADING, 30, "it is being sent")
+        wait_until(
+            lambda: agent.status().checkpoints[0].phase == agent_pb2.PHASE_UPLOADING, HANG_SECONDS, "it is being sent"
+        )
         change(directory / "model.safetensors")
         fault_proxy.throttle(0)
         code, reason, hint = refusal(lambda: agent.wait_committed(save))
@@ -215,7 +220,7 @@ def test_a_file_that_changes_while_it_is_sent_fails_its_checkpoint_alone(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_ten_thousand_files_simply_work(agent: AgentProcess, rclone_bucket: Bucket, tmp_path: Path) -> None:
     sizes = {f"shard-{number % 100:02d}/{number:05d}.bin": number % 700 for number in range(10_000)}
     directory = write_checkpoint(agent.checkpoints / "checkpoint-1", sizes)
@@ -223,6 +228,6 @@ def test_ten_thousand_files_simply_work(agent: AgentProcess, rclone_bucket: Buck
     answer = agent.announce(directory, 1)
     staged = time.monotonic()
     assert answer.file_count == 10_000
-    agent.wait_committed(answer.save, 240)
+    agent.wait_committed(answer.save, HANG_SECONDS)
     print(f"10,000 files: staged in {staged - began:.1f} s, committed {time.monotonic() - staged:.1f} s later")
     assert tree(BucketView(rclone_bucket).restore(tmp_path / "other")) == tree(directory)

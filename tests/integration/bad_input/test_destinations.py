@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from tests.harness.agent_process import AgentProcess, wait_until
+from tests.harness.bounds import HANG_SECONDS
 from tests.integration.bad_input.agent_calls import good_checkpoint, make_agent
 from tests.servers.rclone import RcloneServer
 from tests.servers.server import Bucket
@@ -17,8 +18,10 @@ def storage_trouble(agent: AgentProcess, kind: str) -> str:
         return [line for line in agent.log("work.failed") if line["kind"] == kind]
 
     # A busy machine may see a time-out first.
-    wait_until(lambda: bool(found()), 60, f"the log says {kind}")
-    wait_until(lambda: agent.status().storage_error != "", 30, "the status says what is wrong with the storage")
+    wait_until(lambda: bool(found()), HANG_SECONDS, f"the log says {kind}")
+    wait_until(
+        lambda: agent.status().storage_error != "", HANG_SECONDS, "the status says what is wrong with the storage"
+    )
     line = found()[0]
     assert line["error"]
     hint: str = line["hint"]
