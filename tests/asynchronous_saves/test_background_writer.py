@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.harness.bounds import HANG_SECONDS
 
 from keepstep.asynchronous_saves import background_writer, host_memory, path_guard
 from keepstep.asynchronous_saves.background_writer import BackgroundSave, BackgroundWriter
@@ -30,7 +31,7 @@ class Slow:
 
     def write(self, value: str, path: str) -> None:
         self.begun.set()
-        assert self.go.wait(60)
+        assert self.go.wait(HANG_SECONDS)
         Path(path).write_text(value)
         self.written.append(value)
 
@@ -88,7 +89,7 @@ def test_who_touches_other_files_does_not_wait(writer: BackgroundWriter, slow: S
     save = writer.begin(folder)
     hand_in(save, folder / "a", "text", slow.write)
     save.begin_writing()
-    assert slow.begun.wait(60)
+    assert slow.begun.wait(HANG_SECONDS)
     (tmp_path / "other").write_text("x")
     (folder / "b").write_text("x")
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["other", "save"]
@@ -103,7 +104,7 @@ def test_a_forked_child_does_not_wait_for_a_thread_that_it_has_not(
     hand_in(save, tmp_path / "a", "text", slow.write)
     child = os.fork()
     if child == 0:
-        signal.alarm(60)
+        signal.alarm(int(HANG_SECONDS))
         os._exit(len((tmp_path / "a").read_bytes()))
     assert os.waitpid(child, 0)[1] == 0
     assert slow.written == []
@@ -215,7 +216,7 @@ def test_a_writer_that_hangs_ends_asynchronous_saves_and_not_the_training(
     save = writer.begin(tmp_path)
     hand_in(save, tmp_path / "a", "text", slow.write)
     save.begin_writing()
-    assert slow.begun.wait(60)
+    assert slow.begun.wait(HANG_SECONDS)
     assert not writer.begin(tmp_path).take(tmp_path / "b", lambda _: HostCopy(value="x", size_bytes=1), slow.write)
 
 
@@ -264,7 +265,7 @@ def test_how_much_is_left_of_a_save_is_known_and_the_rest_can_be_given_up(
     hand_in(save, tmp_path / "d", "d", slow.write)
     save.then(ended.append)
     save.begin_writing()
-    assert slow.begun.wait(60)
+    assert slow.begun.wait(HANG_SECONDS)
     flight = writer.in_flight()
     assert flight is not None
     # Of all of `a` and `b`, and of a quarter of `c`.

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from tests.client.agent_server import AgentServer, serving
+from tests.harness.bounds import HANG_SECONDS
 
 from keepstep import Checkpointer
 from keepstep.agent_client import channel
@@ -21,7 +22,6 @@ ENVIRONMENT = (
     names.ENV_ATTEMPT,
     "WORLD_SIZE",
 )
-WAIT_SECONDS = 60.0
 TRAINER = Path(__file__).with_name("trainer.py")
 
 
@@ -42,7 +42,7 @@ def _no_keepstep_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def _an_answer_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """An agent that answers is never away, however slow the machine; who tests one that hangs sets its deadlines."""
-    set_deadlines(monkeypatch, WAIT_SECONDS, WAIT_SECONDS)
+    set_deadlines(monkeypatch, HANG_SECONDS, HANG_SECONDS)
 
 
 @pytest.fixture
@@ -98,12 +98,12 @@ class Trainer:
 
     def end(self) -> tuple[int, str]:
         """(exit code, standard error) once it has left by itself."""
-        _, errors = self.process.communicate(timeout=WAIT_SECONDS)
+        _, errors = self.process.communicate(timeout=HANG_SECONDS)
         return self.process.returncode, errors
 
     def kill(self) -> None:
         self.process.kill()
-        self.process.communicate(timeout=WAIT_SECONDS)
+        self.process.communicate(timeout=HANG_SECONDS)
 
 
 @pytest.fixture

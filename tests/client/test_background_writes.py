@@ -3,9 +3,9 @@
 import threading
 from concurrent.futures import Future
 
-from keepstep.framework_run.background_writes import BackgroundWrites
+from tests.harness.bounds import HANG_SECONDS
 
-_LONGEST_SECONDS = 60.0
+from keepstep.framework_run.background_writes import BackgroundWrites
 
 
 class Asked(Future[None]):
@@ -47,7 +47,7 @@ def test_a_write_that_hangs_holds_up_no_later_one() -> None:
     writes.follow(hanging, lambda failure: None)
     writes.follow(later, lambda failure: said.set())
     later.set_result(None)
-    assert said.wait(_LONGEST_SECONDS)
+    assert said.wait(HANG_SECONDS)
     hanging.set_result(None)
     writes.wait()
 

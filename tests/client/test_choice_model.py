@@ -5,7 +5,7 @@ from tests.model.choice_model import explore
 from tests.model.choice_world import Bounds, Variant
 
 # The largest searches take a minute of a processor that they have to themselves.
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1200)
 
 _SUSPENDED = Bounds(committed=1, late_commits=1, notices=1, starts=2, lingering=True)
 _DISTURBED = Bounds(late_commits=1, damages=1, kills=1, starts=2)

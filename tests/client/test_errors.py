@@ -8,6 +8,7 @@ import traceback
 from pathlib import Path
 
 import pytest
+from tests.harness.bounds import HANG_SECONDS
 
 from keepstep import Checkpointer, ErrorKind, KeepstepError, RanksError, UsageError, VolumeError
 from keepstep.errors import StoreLostError
@@ -36,7 +37,7 @@ def test_an_installation_that_cannot_call_the_agent_saves_locally_and_says_so_on
         env={**os.environ, "KEEPSTEP_VOLUME": str(tmp_path), "GRPC_ENABLE_FORK_SUPPORT": "0"},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=HANG_SECONDS,
     )
     assert ended.returncode == 0, ended.stderr
     assert (tmp_path / "checkpoints" / "checkpoint-1" / "state").exists()

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.harness.bounds import HANG_SECONDS
 from tests.harness.claims import claims
 
 from keepstep.agent_client.liveness import claimed, hold_liveness_lock
@@ -43,7 +44,7 @@ def path(tmp_path: Path) -> Path:
 
 def seen_by_another_process(path: Path) -> str:
     return subprocess.run(
-        [sys.executable, "-c", PROBE, str(path)], capture_output=True, text=True, check=True, timeout=30
+        [sys.executable, "-c", PROBE, str(path)], capture_output=True, text=True, check=True, timeout=HANG_SECONDS
     ).stdout.strip()
 
 
@@ -76,11 +77,11 @@ def test_the_lock_of_a_live_process_is_not_taken_and_falls_with_its_death(path: 
         assert holder.stdout.readline() == "True\n"
         assert not hold_liveness_lock(path)
         holder.kill()
-        holder.wait(30)
+        holder.wait(HANG_SECONDS)
         assert hold_liveness_lock(path)
     finally:
         holder.kill()
-        holder.communicate(timeout=30)
+        holder.communicate(timeout=HANG_SECONDS)
 
 
 @pytest.mark.parametrize("killed", [False, True])
@@ -95,7 +96,7 @@ def test_a_claim_is_seen_until_it_ends_or_its_process_does(path: Path, tmp_path:
         assert not locks.claim(tmp_path / "checkpoints" / "b")
         if killed:
             holder.kill()
-            holder.wait(30)
+            holder.wait(HANG_SECONDS)
         else:
             holder.stdin.write("\n")
             holder.stdin.flush()
@@ -103,7 +104,7 @@ def test_a_claim_is_seen_until_it_ends_or_its_process_does(path: Path, tmp_path:
         assert not locks.claim(tmp_path / "checkpoints" / name)
     finally:
         holder.kill()
-        holder.communicate(timeout=30)
+        holder.communicate(timeout=HANG_SECONDS)
     # Who has the lock next has claimed nothing.
     assert hold_liveness_lock(path)
     assert claims(tmp_path) == []
@@ -128,7 +129,7 @@ def test_what_a_live_process_says_half_is_a_claim_to_anything(path: Path, tmp_pa
         assert RankLocks(tmp_path).claim(tmp_path / "checkpoints" / "b")
     finally:
         holder.kill()
-        holder.communicate(timeout=30)
+        holder.communicate(timeout=HANG_SECONDS)
 
 
 def test_what_a_framework_writes_is_claimed_before_its_first_file(

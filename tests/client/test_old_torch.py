@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch.distributed
+from tests.harness.bounds import HANG_SECONDS
 from torch.distributed import HashStore, PrefixStore, TCPStore
 
 import keepstep
@@ -26,7 +27,9 @@ except keepstep.UsageError as error:
 
 
 def test_torch_loop_says_which_torch_it_needs(tmp_path: Path) -> None:
-    ended = subprocess.run([sys.executable, "-c", TORCH_LOOP], cwd=tmp_path, capture_output=True, text=True, timeout=90)
+    ended = subprocess.run(
+        [sys.executable, "-c", TORCH_LOOP], cwd=tmp_path, capture_output=True, text=True, timeout=HANG_SECONDS
+    )
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout == "unsupported install torch 2.9 or newer, or save with keepstep.Checkpointer\n"
 

@@ -11,14 +11,12 @@ from pathlib import Path
 from types import MappingProxyType
 
 import pytest
+from tests.harness.bounds import HANG_SECONDS
 from tests.servers.process import free_port
 
 from keepstep_api import names
 
 SYSTEMS = ("darwin", "win32")
-_TIMEOUT_SECONDS = 100.0
-# As in test_ranks: a process may take long to import torch, and some tests start four.
-pytestmark = pytest.mark.timeout(400)
 _BEGIN = f"""
 import os, signal, sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})
@@ -123,7 +121,7 @@ def start(
 
 def said(process: "subprocess.Popen[str]") -> tuple[str, str]:
     """What it printed and its warnings, once it has ended."""
-    output, errors = process.communicate(timeout=_TIMEOUT_SECONDS)
+    output, errors = process.communicate(timeout=HANG_SECONDS)
     assert process.returncode == 0, output + errors
     return output, errors
 

@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 from tests.client.agent_server import AgentServer, serving
 from tests.compatibility.environments import ENVIRONMENTS
+from tests.harness.bounds import HANG_SECONDS
 
 from keepstep_agent.cli.autoload import copy_autoload
 from keepstep_agent.core.injection import volumes
 from keepstep_agent.core.injection.pod import quantity_or_nothing
 from keepstep_api import names
 
-_TIMEOUT_SECONDS = 100.0
 PROGRAM = """
 import importlib.util, sys
 import keepstep
@@ -45,7 +45,7 @@ sys.exit(7)
 def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Python with nothing but its own library."""
     folder = tmp_path_factory.mktemp("bare")
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True, timeout=_TIMEOUT_SECONDS)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True, timeout=HANG_SECONDS)
     return folder / "bin" / "python"
 
 
@@ -74,7 +74,7 @@ def run(python: Path | str, volume: Path, *path: Path) -> "subprocess.CompletedP
         env={"PYTHONPATH": os.pathsep.join(map(str, path)), names.ENV_VOLUME: str(volume), "PATH": os.environ["PATH"]},
         capture_output=True,
         text=True,
-        timeout=_TIMEOUT_SECONDS,
+        timeout=HANG_SECONDS,
         check=False,
     )
 

@@ -8,14 +8,13 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as distributed
 from tests.harness.agent_process import wait_until
+from tests.harness.bounds import HANG_SECONDS
 
 from keepstep.errors import ErrorKind, RanksError, StoreLostError
 from keepstep.ranks import coordinator, rank_store
 from keepstep.ranks.coordinator import StoreCoordinator
 from keepstep.ranks.rank_store import KeyStore, Ranks, RankStore
 from keepstep.ranks.rendezvous import rendezvous
-
-WAIT_SECONDS = 30.0
 
 
 def start(store: KeyStore, volumes: Sequence[str]) -> list[tuple[str, Ranks]]:
@@ -29,7 +28,7 @@ def start(store: KeyStore, volumes: Sequence[str]) -> list[tuple[str, Ranks]]:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(WAIT_SECONDS)
+        thread.join(HANG_SECONDS)
         assert not thread.is_alive(), "a rank hangs"
     return [met[number] for number in range(len(volumes))]
 
@@ -66,13 +65,13 @@ def jobs(world_size: int) -> list[StoreCoordinator]:
 def test_a_rank_that_waited_too_long_and_the_one_that_came_later_have_the_same_answer() -> None:
     early, late = jobs(2)
     assert early.agree("question", seconds=0.05) is None
-    assert late.agree("question", seconds=WAIT_SECONDS) is None
+    assert late.agree("question", seconds=HANG_SECONDS) is None
     assert late.agree("another", ok=False) is False
-    assert early.agree("another", seconds=WAIT_SECONDS) is False
+    assert early.agree("another", seconds=HANG_SECONDS) is False
 
 
 def test_who_says_no_need_not_wait_for_the_others() -> None:
-    assert jobs(2)[0].agree("question", ok=False, seconds=WAIT_SECONDS * 100) is False
+    assert jobs(2)[0].agree("question", ok=False, seconds=3600.0) is False
 
 
 def test_the_first_rank_stays_until_the_others_have_read_what_was_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,11 +81,11 @@ def test_the_first_rank_stays_until_the_others_have_read_what_was_chosen(monkeyp
     set_if_absent = RankStore.set_if_absent
 
     def settle_late(store: RankStore, key: str, value: str) -> str:
-        assert store.ranks.rank == 0 or may_read.wait(WAIT_SECONDS)
+        assert store.ranks.rank == 0 or may_read.wait(HANG_SECONDS)
         return set_if_absent(store, key, value)
 
     monkeypatch.setattr(RankStore, "set_if_absent", settle_late)
-    monkeypatch.setattr(coordinator, "_READ_SECONDS", WAIT_SECONDS)
+    monkeypatch.setattr(coordinator, "_READ_SECONDS", HANG_SECONDS)
 
     def begin_and_end(one: StoreCoordinator) -> None:
         chosen.append(one.choose_newest("resume", [(1, "a")]))
@@ -97,11 +96,11 @@ def test_the_first_rank_stays_until_the_others_have_read_what_was_chosen(monkeyp
     threads = [threading.Thread(target=begin_and_end, args=(one,), daemon=True) for one in (first, second)]
     for thread in threads:
         thread.start()
-    wait_until(lambda: bool(chosen), WAIT_SECONDS, "the first rank has chosen")
+    wait_until(lambda: bool(chosen), HANG_SECONDS, "the first rank has chosen")
     assert not has_closed.wait(0.2)
     may_read.set()
     for thread in threads:
-        thread.join(WAIT_SECONDS)
+        thread.join(HANG_SECONDS)
     assert has_closed.is_set()
     assert chosen == [(1, "a")] * 2
 
@@ -114,7 +113,7 @@ def test_an_answer_that_was_read_stands_though_the_store_ends_then(monkeypatch: 
         raise StoreLostError(RuntimeError("connection closed"))
 
     monkeypatch.setattr(RankStore, "forget", ended)
-    assert second.agree("question", seconds=WAIT_SECONDS) is True
+    assert second.agree("question", seconds=HANG_SECONDS) is True
 
 
 def test_values_are_compared() -> None:
@@ -132,7 +131,7 @@ def test_values_are_compared() -> None:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(WAIT_SECONDS)
+            thread.join(HANG_SECONDS)
     assert answers == [True, True, False, False]
 
 
@@ -158,22 +157,22 @@ def test_the_store_holds_no_more_after_a_thousand_agreements(monkeypatch: pytest
 
     def rank(one: StoreCoordinator) -> None:
         for number in range(1000):
-            assert one.agree(f"{number}/yes", seconds=WAIT_SECONDS)
-            assert one.agree(f"{number}/no", ok=one.ranks.rank != number % 3, seconds=WAIT_SECONDS) is False
+            assert one.agree(f"{number}/yes", seconds=HANG_SECONDS)
+            assert one.agree(f"{number}/no", ok=one.ranks.rank != number % 3, seconds=HANG_SECONDS) is False
             assert one.same(f"{number}/same", "8")
             assert not one.same(f"{number}/different", str(one.ranks.rank))
             assert one.choose_newest(f"{number}/newest", [(number, "a"), (number + 1, "b")]) == (number + 1, "b")
             if one.ranks.rank != number % 3:
                 one.arrive(f"{number}/ended")
             else:
-                assert one.agree(f"{number}/ended", seconds=WAIT_SECONDS)
-            together.wait(WAIT_SECONDS)
+                assert one.agree(f"{number}/ended", seconds=HANG_SECONDS)
+            together.wait(HANG_SECONDS)
 
     threads = [threading.Thread(target=rank, args=(one,), daemon=True) for one in members]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(10 * WAIT_SECONDS)
+        thread.join(HANG_SECONDS)
     assert len(held) == 1000
     assert set(held) == {3}, "where each rank was last"
 
@@ -193,7 +192,7 @@ def test_a_rank_that_no_agreement_saw_is_named_in_the_log(caplog: pytest.LogCapt
     first, second, _ = jobs(3)
     assert first.agree("question", seconds=0.05) is None
     assert "waited_for=ranks 1, 2" in caplog.text
-    assert second.agree("question", seconds=WAIT_SECONDS) is None
+    assert second.agree("question", seconds=HANG_SECONDS) is None
 
 
 def test_who_has_not_come_to_the_start_of_the_job_is_named() -> None:

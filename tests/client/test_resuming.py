@@ -10,6 +10,7 @@ from typing import Any, cast
 import grpc
 import pytest
 from tests.client.agent_server import AgentServer, serving
+from tests.harness.bounds import HANG_SECONDS
 
 pytest.importorskip("torch", reason="PyTorch has no wheel for this Python here")
 import torch.distributed as distributed
@@ -23,8 +24,6 @@ from keepstep.ranks.coordinator import StoreCoordinator
 from keepstep.ranks.rank_store import Ranks, RankStore
 from keepstep_api import names
 from keepstep_api.v1 import agent_pb2
-
-WAIT_SECONDS = 60.0
 
 
 class Pod(AgentServer):
@@ -111,7 +110,7 @@ class Job:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(WAIT_SECONDS)
+            thread.join(HANG_SECONDS)
             assert not thread.is_alive(), "a rank hangs"
         return [chosen[rank] for rank in range(count)]
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from tests.client.agent_server import AgentServer
 from tests.client.conftest import Trainer
+from tests.harness.bounds import HANG_SECONDS
 from tests.harness.small_volume import mounted
 
 from keepstep_api import names
@@ -19,10 +20,6 @@ from keepstep_api import names
 Start = Callable[..., Trainer]
 ROOT = Path(__file__).parents[2]
 KILLED_REPLACEMENT = Path(__file__).with_name("killed_replacement.py")
-WAIT_SECONDS = 180.0
-
-# They bound a hang: torch takes seconds to import on a busy machine, and some tests train three times.
-pytestmark = pytest.mark.timeout(600)
 
 
 def run(*command: str, directory: Path, **environment: str) -> "subprocess.CompletedProcess[str]":
@@ -32,7 +29,7 @@ def run(*command: str, directory: Path, **environment: str) -> "subprocess.Compl
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
-        timeout=WAIT_SECONDS,
+        timeout=HANG_SECONDS,
     )
 
 
@@ -175,7 +172,7 @@ import keepstep
 from keepstep.agent_client import channel
 
 # An agent that answers is not away, however slow the machine.
-channel.ANNOUNCE_SECONDS = channel.Channel._call.__kwdefaults__["deadline_seconds"] = 60.0
+channel.ANNOUNCE_SECONDS = channel.Channel._call.__kwdefaults__["deadline_seconds"] = 300.0
 
 class Numbers(torch.utils.data.Dataset):
     def __len__(self): return 64
@@ -183,7 +180,7 @@ class Numbers(torch.utils.data.Dataset):
 
 def loader():
     return torch.utils.data.DataLoader(
-        Numbers(), batch_size=8, num_workers=2, multiprocessing_context="fork", persistent_workers=True, timeout=60
+        Numbers(), batch_size=8, num_workers=2, multiprocessing_context="fork", persistent_workers=True, timeout=300
     )
 
 if __name__ == "__main__":
@@ -228,7 +225,7 @@ from keepstep.agent_client.channel import Channel
 from keepstep.checkpoints.records import Kind
 from keepstep.errors import AgentError
 from keepstep.ranks.rank_store import Ranks
-Channel._call.__kwdefaults__["deadline_seconds"] = 60.0
+Channel._call.__kwdefaults__["deadline_seconds"] = 300.0
 channel = Channel(Path(sys.argv[1]), Ranks())
 for step in range(200):
     channel.begin_save(step=step, kind=Kind.PERIODIC, save="a")
@@ -355,7 +352,7 @@ def test_the_example_stopped_and_started_again_ends_bit_identical(tmp_path: Path
     assert process.stdout.readline() == "begin step=0\n"
     assert process.stdout.readline().startswith("step=100 ")
     process.send_signal(signal.SIGTERM)
-    _, errors = process.communicate("\n", timeout=WAIT_SECONDS)
+    _, errors = process.communicate("\n", timeout=HANG_SECONDS)
     assert process.returncode == names.JUST_IN_TIME_EXIT_CODE, errors
 
     rest = run(example, directory=stopped).stdout.splitlines()

@@ -11,8 +11,8 @@ import keepstep
 from keepstep.agent_client import channel
 
 # On a slow machine an agent that answers is not away.
-channel.ANNOUNCE_SECONDS = 60.0  # type: ignore[misc]
-channel.Channel._call.__kwdefaults__["deadline_seconds"] = 60.0  # type: ignore[index]
+channel.ANNOUNCE_SECONDS = 300.0  # type: ignore[misc]
+channel.Channel._call.__kwdefaults__["deadline_seconds"] = 300.0  # type: ignore[index]
 
 
 def main() -> None:

@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 from tests.compatibility.environments import ENVIRONMENTS, Environment
+from tests.harness.bounds import HANG_SECONDS
 from tests.harness.bucket_view import BucketView
 from tests.harness.run_process import TRAINER, RunProcess
 from tests.servers.server import Bucket
 
 from keepstep_api.names import JUST_IN_TIME_EXIT_CODE
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1000)]
 
 
 @pytest.mark.parametrize("environment", ENVIRONMENTS, ids=lambda one: one.name)
@@ -25,7 +26,7 @@ def test_a_stopped_trainer_goes_on_with_this_protobuf_and_grpcio(
     volume = tmp_path / "volume"
     # A warning at import would be one in everybody's log.
     command = (str(environment.interpreter), "-W", "error", str(TRAINER))
-    options: dict[str, Any] = {"endpoint_url": rclone_bucket.endpoint_url, "grace_seconds": 60}
+    options: dict[str, Any] = {"endpoint_url": rclone_bucket.endpoint_url, "grace_seconds": HANG_SECONDS}
     with RunProcess(volume, rclone_bucket.destination, command=command, **options) as run:
         run.wait_steps(5)
         run.signal(signal.SIGTERM)

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 from tests.client.agent_server import AgentServer, serving
-from tests.client.conftest import WAIT_SECONDS, set_deadlines
+from tests.client.conftest import set_deadlines
+from tests.harness.bounds import HANG_SECONDS
 
 from keepstep.gate.sigterm import Sigterm
 from keepstep_api import names
@@ -16,7 +17,7 @@ from keepstep_api import names
 @pytest.fixture(autouse=True)
 def _an_answer_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """An agent that answers is never away, however slow the machine."""
-    set_deadlines(monkeypatch, WAIT_SECONDS, WAIT_SECONDS)
+    set_deadlines(monkeypatch, HANG_SECONDS, HANG_SECONDS)
 
 
 @pytest.fixture

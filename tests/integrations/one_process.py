@@ -5,15 +5,13 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
+from tests.harness.bounds import HANG_SECONDS
 from tests.harness.warm_python import warm_python
 from tests.servers.process import free_port
 
 from keepstep_api import names
-
-# It bounds a hang and judges no speed.
-END_SECONDS: Final = 200.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +48,7 @@ class OneProcess:
             "GLOO_SOCKET_IFNAME": "lo",
         }
         words = [str(self.program), *map(str, arguments)]
-        done = warm_python(*self.libraries).run(words, environment=environment, timeout_seconds=END_SECONDS)
+        done = warm_python(*self.libraries).run(words, environment=environment, timeout_seconds=HANG_SECONDS)
         return Ended(code=done.returncode, lines=done.stdout.splitlines(), errors=done.stderr)
 
     def records(self) -> list[tuple[str, int, str]]:

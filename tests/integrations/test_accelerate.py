@@ -12,7 +12,6 @@ from tests.integrations.one_process import OneProcess
 from keepstep_api.names import JUST_IN_TIME_EXIT_CODE
 
 pytest.importorskip("accelerate")
-pytestmark = pytest.mark.timeout(600)
 PROGRAM = Path(__file__).with_name("accelerate_program.py")
 WITH_DEEPSPEED = Path(__file__).with_name("accelerate_deepspeed_program.py")
 LIBRARIES = ("torch", "accelerate", "accelerate.utils.deepspeed")

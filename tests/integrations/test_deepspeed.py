@@ -8,16 +8,16 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.harness.bounds import HANG_SECONDS
 from tests.harness.run_process import RunProcess
 from tests.harness.warm_python import TRAINER_ENVIRONMENT
-from tests.integrations.one_process import END_SECONDS, OneProcess
+from tests.integrations.one_process import OneProcess
 from tests.servers.process import free_port
 
 from keepstep.integrations.deepspeed import other_ranks_error
 from keepstep_api.names import JUST_IN_TIME_EXIT_CODE
 
 pytest.importorskip("deepspeed")
-pytestmark = pytest.mark.timeout(600)
 PROGRAM = Path(__file__).with_name("deepspeed_program.py")
 UNIVERSAL = Path(__file__).with_name("deepspeed_universal.py")
 
@@ -107,6 +107,7 @@ def names(directory: Path) -> list[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_a_universal_checkpoint_comes_back_with_the_file_that_names_it(tmp_path: Path) -> None:
     output = tmp_path / "out"
     ranks = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
@@ -121,7 +122,7 @@ def test_a_universal_checkpoint_comes_back_with_the_file_that_names_it(tmp_path:
             watch=output,
         )
         with run:
-            assert run.wait(END_SECONDS) == 0, run.output()
+            assert run.wait(HANG_SECONDS) == 0, run.output()
         shutil.rmtree(output)
         return [line for line in run.output().splitlines() if line.startswith(("begin ", "end "))]
 

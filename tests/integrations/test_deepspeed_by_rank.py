@@ -43,7 +43,7 @@ def test_where_numbers_are_not_those_of_ranks_all_files_are_read(files: list[str
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_pods_read_their_own_shares_and_go_on_bit_identical(
     rclone_bucket: Bucket, fault_proxy: FaultProxy, tmp_path: Path
 ) -> None:

@@ -20,10 +20,7 @@ datasets: Any = pytest.importorskip("datasets")
 tokenizers: Any = pytest.importorskip("tokenizers")
 TrainerCallback: Any = transformers.TrainerCallback
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore"),  # theirs
-    pytest.mark.timeout(300),
-]
+pytestmark = pytest.mark.filterwarnings("ignore")  # theirs
 
 STEPS, STOPPED = 6, 3
 WORDS = ["<pad>", "<eos>", "<unk>", "zero", "one", "two", "three", "four", "five", "six", "seven"]

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any, Final, Self
 
 from tests.harness.agent_process import AgentProcess, wait_until
+from tests.harness.bounds import HANG_SECONDS
 from tests.harness.warm_python import TRAINER_ENVIRONMENT, WarmProcess, warm_torchrun
 from tests.servers.fault_proxy import FaultProxy
 from tests.servers.process import free_port
-from tests.torch_loop.torchrun import END_SECONDS
 
 from keepstep_api import names
 
@@ -53,13 +53,13 @@ class Pod:
 
     def wait_trainer(self) -> int:
         assert self._trainer is not None
-        return self._trainer.wait(END_SECONDS)
+        return self._trainer.wait(HANG_SECONDS)
 
     def kill_trainer(self) -> None:
         """Kill it, as containers are when they are restarted in place."""
         if self._trainer is not None:
             self._trainer.kill()
-            self._trainer.wait(END_SECONDS)
+            self._trainer.wait(HANG_SECONDS)
 
     def end_trainer(self) -> None:
         """Tell it to end, as kubelet does, and wait until it has."""
@@ -128,7 +128,7 @@ class Pods:
         saved = [one.step for one in self.pods[0].agent.status().checkpoints]
         for pod in self.pods if saved else ():
             step = max(saved)
-            wait_until(lambda pod=pod, step=step: _committed(pod) == step, END_SECONDS, f"step {step} is committed")  # type: ignore[misc]
+            wait_until(lambda pod=pod, step=step: _committed(pod) == step, HANG_SECONDS, f"step {step} is committed")  # type: ignore[misc]
         return [word for pod in self.pods for word in pod.says("resumed")]
 
     def read_bytes(self, pod: Pod | None = None) -> int:

@@ -12,6 +12,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from tests.harness.bounds import HANG_SECONDS
 from tests.torch_loop.small import Small, make_loader
 
 from keepstep import Checkpointer
@@ -19,15 +20,13 @@ from keepstep.torch_loop import TorchLoop
 from keepstep.torch_loop.saver import Saver
 from keepstep.torch_loop.storage import Storage
 
-WAIT_SECONDS = 60.0
-
 
 def main() -> None:
     is_waited_for = threading.Event()
     save, wait = Storage.save, Saver.wait
 
     def slow_save(storage: Storage, state: dict[str, Any], directory: Path, **options: Any) -> None:
-        assert is_waited_for.wait(WAIT_SECONDS)
+        assert is_waited_for.wait(HANG_SECONDS)
         save(storage, state, directory, **options)
         print(directory.name.split("-")[2], "written")
 

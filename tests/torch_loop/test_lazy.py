@@ -5,15 +5,15 @@ from pathlib import Path
 
 import pytest
 from tests.harness.agent_process import wait_until
+from tests.harness.bounds import HANG_SECONDS
 from tests.harness.bucket_view import BucketView
 from tests.servers.fault_proxy import FaultProxy
 from tests.servers.faults import Fault, Rule
 from tests.servers.server import Bucket
 from tests.torch_loop.pods import Pods
-from tests.torch_loop.torchrun import END_SECONDS
 
 pytest.importorskip("torch", reason="PyTorch has no wheel for this Python here")
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 MODEL = (3, 1536)
 """Layers and width: 56 MiB of weights and momentum, in tensors that are larger than several parts."""
@@ -64,7 +64,7 @@ def test_a_pod_is_replaced_and_the_healthy_ones_fetch_nothing(job: Job) -> None:
         pods.proxy.log.clear()
         pods.proxy.add(Rule(name="slow", fault=Fault.BLACKHOLE, method="GET", target="__2_0.distcp", times=-1))
         pods.start(*MODEL, 3)
-        wait_until(lambda: pods.proxy.hits("slow") > 0, END_SECONDS, "it restores")
+        wait_until(lambda: pods.proxy.hits("slow") > 0, HANG_SECONDS, "it restores")
         replaced.end_trainer()
         assert 0 not in [pod.wait_trainer() for pod in pods.pods]
         pods.proxy.clear()
@@ -121,7 +121,7 @@ def test_cuts_and_a_killed_agent_in_the_middle_only_take_longer(job: Job) -> Non
         second.proxy.add(Rule(name="flip", fault=Fault.FLIP_RESPONSE, target=".distcp", times=1, after_bytes=1_000))
         second.proxy.add(Rule(name="hang", fault=Fault.BLACKHOLE, method="GET", target=".distcp", times=1))
         second.start(*MODEL, 2)
-        wait_until(lambda: bool(second.proxy.hits("hang")), 200, "a request hangs")
+        wait_until(lambda: bool(second.proxy.hits("hang")), HANG_SECONDS, "a request hangs")
         for pod in second.pods:
             pod.agent.kill()
             pod.agent.start()

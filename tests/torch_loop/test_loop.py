@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tests.harness.bounds import HANG_SECONDS
 from tests.torch_loop.small import EPOCH, Small, make_loader, resumed
 
 from keepstep import Checkpointer, Kind, VolumeError
@@ -155,7 +156,12 @@ def test_sigterm_while_a_save_is_written_leaves_both_checkpoints_whole(tmp_path:
     directory = tmp_path / "checkpoints"
     environment = {**os.environ, "KEEPSTEP_CHECKPOINT_DIRECTORY": str(directory)}
     result = subprocess.run(
-        [sys.executable, str(STOPPED)], env=environment, capture_output=True, text=True, timeout=100, check=False
+        [sys.executable, str(STOPPED)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=HANG_SECONDS,
+        check=False,
     )
     assert result.returncode == 128 + signal.SIGTERM, result.stderr
     assert saved(directory) == {5: Kind.PERIODIC, 6: Kind.JUST_IN_TIME}, result.stderr

@@ -8,7 +8,7 @@ from tests.torch_loop.torchrun import ROOT, run, torchrun
 
 from keepstep.checkpoints.records import Kind, read_records
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 STOPPED = Path(__file__).with_name("stopped_at.py")
 RESHARD = Path(__file__).with_name("reshard.py")

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from tests.harness.bounds import HANG_SECONDS
 from tests.torch_loop.small import Small, make_loader, resumed
 from torch.distributed.fsdp import fully_shard
 
@@ -19,7 +20,6 @@ from keepstep.torch_loop.saver import Saver
 from keepstep.torch_loop.storage import Storage
 
 Make = Callable[[], Checkpointer]
-WAIT_SECONDS = 60.0
 
 
 class HeldStorage(Storage):
@@ -31,7 +31,7 @@ class HeldStorage(Storage):
         self.order: list[str] = []
 
     def save(self, state: dict[str, Any], directory: Path, **options: Any) -> None:
-        assert self.release.wait(WAIT_SECONDS)
+        assert self.release.wait(HANG_SECONDS)
         super().save(state, directory, **options)
         self.order.append("written")
 
@@ -81,7 +81,7 @@ def test_the_copy_is_not_made_anew_before_the_last_save_is_written(make_checkpoi
     waiting.start()
     assert storage.order == ["copied"]
     storage.release.set()
-    waiting.join(WAIT_SECONDS)
+    waiting.join(HANG_SECONDS)
     saver.save(checkpointer.begin(4), small.state.capture)
     saver.close()
     assert storage.order == ["copied", "written", "copied", "written"]

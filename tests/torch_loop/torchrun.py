@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Final
 
 import pytest
+from tests.harness.bounds import HANG_SECONDS
 from tests.harness.warm_python import warm_torchrun
 from tests.servers.process import free_port
 
@@ -18,8 +19,6 @@ _LIBRARIES: Final = (
     "torch.distributed.checkpoint.state_dict",
     "torch.distributed.fsdp",
 )
-END_SECONDS: Final = 200.0
-"""Bounds a hang and judges no speed: two ranks import torch, on a machine that others load."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,8 +56,8 @@ def run(words: list[str], *, directory: Path, libraries: Sequence[str] = _LIBRAR
         **os.environ,
         names.ENV_CHECKPOINT_DIRECTORY: str(directory),
         "GLOO_SOCKET_IFNAME": "lo",
-        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "100",
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(int(HANG_SECONDS)),
         **environment,
     }
-    done = warm_torchrun(*libraries).run(words, environment=there, timeout_seconds=END_SECONDS)
+    done = warm_torchrun(*libraries).run(words, environment=there, timeout_seconds=HANG_SECONDS)
     return Ended(code=done.returncode, output=f"{done.stdout}\n{done.stderr}")

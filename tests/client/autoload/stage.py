@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tests.harness.bounds import HANG_SECONDS
+
 HOOKS = (
     *(f"integrations/{name}.py" for name in ("hugging_face", "lightning", "accelerate", "deepspeed", "dcp")),
     "integrations/process_group.py",
@@ -28,7 +30,6 @@ HOOKED = (
     "torchdata.stateful_dataloader.stateful_dataloader",
     "torch.multiprocessing.spawn",
 )
-_TIMEOUT_SECONDS = 100.0
 
 
 def run(
@@ -41,7 +42,7 @@ def run(
         env=variables | dict(environment or {}),
         capture_output=True,
         text=True,
-        timeout=_TIMEOUT_SECONDS,
+        timeout=HANG_SECONDS,
         check=False,
     )
 

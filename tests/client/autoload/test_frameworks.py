@@ -6,10 +6,10 @@ import sys
 from importlib.util import find_spec
 
 import pytest
+from tests.harness.bounds import HANG_SECONDS
 
 from keepstep import autoload
 
-_TIMEOUT_SECONDS = 110.0
 CLASSES = {
     "transformers.trainer": ("Trainer", "hugging_face"),
     "lightning.pytorch.trainer.trainer": ("Trainer", "lightning"),
@@ -25,7 +25,7 @@ def imported(code: str) -> "subprocess.CompletedProcess[str]":
         env={**os.environ, "PYTHONPATH": str(autoload.path())},
         capture_output=True,
         text=True,
-        timeout=_TIMEOUT_SECONDS,
+        timeout=HANG_SECONDS,
         check=False,
     )
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from tests.client.autoload.stage import Stage, run, write
+from tests.harness.bounds import HANG_SECONDS
 
 from keepstep import autoload
 
@@ -55,7 +56,9 @@ def test_the_hidden_sitecustomize_does_and_says_what_it_did_without_us(
 
 def test_the_sitecustomize_that_an_interpreter_has_of_its_own_runs_too(stage: Stage, tmp_path: Path) -> None:
     """Debian's in the standard library, or else that of a tool, behind PYTHONPATH: whichever Python itself takes."""
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "bare")], check=True, timeout=100)
+    subprocess.run(
+        [sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "bare")], check=True, timeout=HANG_SECONDS
+    )
     (packages,) = (tmp_path / "bare" / "lib").glob("python*/site-packages")
     write(packages / "sitecustomize.py", "print('own')\n")
     python = str(tmp_path / "bare" / "bin" / "python")

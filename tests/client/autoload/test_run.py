@@ -8,10 +8,9 @@ from pathlib import Path
 import google
 import grpc
 import pytest
+from tests.harness.bounds import HANG_SECONDS
 
 from keepstep import autoload
-
-_TIMEOUT_SECONDS = 100.0
 
 
 def run(tmp_path: Path, *options: str, **environment: str) -> "subprocess.CompletedProcess[str]":
@@ -25,7 +24,7 @@ def run(tmp_path: Path, *options: str, **environment: str) -> "subprocess.Comple
         env=variables | environment,
         capture_output=True,
         text=True,
-        timeout=_TIMEOUT_SECONDS,
+        timeout=HANG_SECONDS,
         check=False,
     )
 
@@ -46,11 +45,13 @@ def test_a_run_without_it_leaves_the_path_alone(tmp_path: Path) -> None:
 
 
 def test_a_volume_brings_the_client_to_an_interpreter_that_has_none(tmp_path: Path) -> None:
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "bare")], check=True, timeout=100)
+    subprocess.run(
+        [sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "bare")], check=True, timeout=HANG_SECONDS
+    )
     injected, needed, frameworks = tmp_path / "injected", tmp_path / "needed", tmp_path / "frameworks"
     (tmp_path / "bucket").mkdir()
     restore = ["restore", f"file://{tmp_path}/bucket", "--volume", tmp_path / "volume", "--autoload-to", injected]
-    subprocess.run([sys.executable, "-m", "keepstep_agent", *map(str, restore)], check=True, timeout=_TIMEOUT_SECONDS)
+    subprocess.run([sys.executable, "-m", "keepstep_agent", *map(str, restore)], check=True, timeout=HANG_SECONDS)
     needed.mkdir()
     packages = [Path(grpc.__path__[0]), Path(google.__path__[0])]
     for package in [*packages, *packages[0].parent.glob("typing_extensions.py")]:
@@ -69,7 +70,7 @@ def test_a_volume_brings_the_client_to_an_interpreter_that_has_none(tmp_path: Pa
         env={"PYTHONPATH": f"{injected}:{needed}:{frameworks}"},
         capture_output=True,
         text=True,
-        timeout=_TIMEOUT_SECONDS,
+        timeout=HANG_SECONDS,
         check=False,
     )
     expected = f"keepstep.workers.worker_processes {injected / 'keepstep' / '__init__.py'}\n"

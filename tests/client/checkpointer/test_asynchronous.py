@@ -10,6 +10,7 @@ import pytest
 import torch
 from tests.client.agent_server import AgentServer
 from tests.client.checkpointer.saved_steps import Make
+from tests.harness.bounds import HANG_SECONDS
 
 from keepstep import Checkpointer, Kind
 from keepstep.asynchronous_saves.background_writer import BackgroundWriter
@@ -91,7 +92,7 @@ def test_a_save_in_flight_is_finished_before_the_just_in_time_save_if_there_is_t
     decided, find, wait = threading.Event(), EmptyFile.find, BackgroundWriter.wait
 
     def find_when_decided(file: EmptyFile, root: Path) -> Path | None:
-        assert decided.wait(60)
+        assert decided.wait(HANG_SECONDS)
         return find(file, root)
 
     def decided_and_wait(writer: BackgroundWriter) -> None:
@@ -150,7 +151,7 @@ def test_the_stall_of_a_save_that_is_written_later_is_that_of_its_copy(
     goes_on, find = threading.Event(), EmptyFile.find
 
     def find_later(file: EmptyFile, root: Path) -> Path | None:
-        assert goes_on.wait(60)
+        assert goes_on.wait(HANG_SECONDS)
         return find(file, root)
 
     monkeypatch.setattr(EmptyFile, "find", find_later)

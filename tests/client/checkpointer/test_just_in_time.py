@@ -13,7 +13,7 @@ from keepstep_api import names, signal_file
 from keepstep_api.v1 import agent_pb2
 
 
-def request_save(volume: Path, number: int, *, terminating: bool, seconds_left: float = 30.0) -> None:
+def request_save(volume: Path, number: int, *, terminating: bool, seconds_left: float = 3600.0) -> None:
     path = volume / names.STATE_DIRECTORY / names.SIGNAL_FILE
     path.parent.mkdir(parents=True, exist_ok=True)
     deadline_unix = time.time() + seconds_left if terminating else 0.0

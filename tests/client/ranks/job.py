@@ -10,11 +10,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from tests.harness.bounds import HANG_SECONDS
 from tests.harness.warm_python import warm_python
 from tests.servers.process import free_port
 
-# Bounds a hang and judges no speed: torch alone takes seconds to import on a busy machine.
-WAIT_SECONDS = 90.0
 _TRAINER = Path(__file__).with_name("trainer.py")
 
 
@@ -40,7 +39,7 @@ class Rank:
 
     def line(self) -> str | None:
         """The next one; None when it has ended."""
-        return self._lines.get(timeout=WAIT_SECONDS)
+        return self._lines.get(timeout=HANG_SECONDS)
 
     def wait_for(self, wanted: str) -> list[str]:
         """All lines up to the one that begins with `wanted`."""
@@ -65,7 +64,7 @@ class Rank:
         return lines
 
     def exit_code(self) -> int:
-        return self.process.wait(WAIT_SECONDS)
+        return self.process.wait(HANG_SECONDS)
 
     def log_text(self) -> str:
         return self._log.read_text()
@@ -73,7 +72,7 @@ class Rank:
     def end(self) -> None:
         if self.process.poll() is None:
             self.process.kill()
-        self.process.wait(WAIT_SECONDS)
+        self.process.wait(HANG_SECONDS)
         with contextlib.suppress(BrokenPipeError):
             self._stdin.close()
 

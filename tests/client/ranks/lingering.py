@@ -20,7 +20,7 @@ from keepstep.framework_run import FrameworkRun
 from keepstep.gate import Action
 
 RANK = int(os.environ["RANK"])
-WAIT_SECONDS = "90"
+WAIT_SECONDS = "300"
 
 
 def linger() -> None:

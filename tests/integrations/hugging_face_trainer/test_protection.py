@@ -15,10 +15,7 @@ from keepstep_api import names
 
 transformers = pytest.importorskip("transformers")
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore"),  # theirs
-    pytest.mark.timeout(300),
-]
+pytestmark = pytest.mark.filterwarnings("ignore")  # theirs
 
 
 def test_a_second_training_is_neither_resumed_nor_announced(

@@ -24,10 +24,7 @@ from tests.integrations.hugging_face_trainer.training import (
 from keepstep.checkpoints.records import read_records, write_record
 from keepstep_api import names
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore"),  # theirs
-    pytest.mark.timeout(300),
-]
+pytestmark = pytest.mark.filterwarnings("ignore")  # theirs
 
 
 def test_what_restore_fetched_is_resumed_from_wherever_the_trainer_saves(volume: Path) -> None:

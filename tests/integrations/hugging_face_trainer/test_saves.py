@@ -25,10 +25,7 @@ from tests.integrations.hugging_face_trainer.training import (
 from keepstep.checkpoints.records import read_records
 from keepstep_api import names, signal_file
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore"),  # theirs
-    pytest.mark.timeout(300),
-]
+pytestmark = pytest.mark.filterwarnings("ignore")  # theirs
 
 
 def test_a_checkpoint_is_claimed_from_its_first_file_until_it_is_announced(agent: AgentServer, volume: Path) -> None:

@@ -28,10 +28,7 @@ from tests.integrations.hugging_face_trainer.training import (
     weights,
 )
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore"),  # theirs
-    pytest.mark.timeout(300),
-]
+pytestmark = pytest.mark.filterwarnings("ignore")  # theirs
 
 
 @pytest.fixture(scope="module")

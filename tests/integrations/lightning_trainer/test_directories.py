@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from tests.client.agent_server import AgentServer
+from tests.harness.bounds import HANG_SECONDS
 from tests.harness.run_process import RunProcess
 from tests.harness.warm_python import TRAINER_ENVIRONMENT
 from tests.integrations.lightning_trainer.training import (
@@ -32,10 +33,7 @@ from keepstep_api import names
 
 torch = pytest.importorskip("torch")
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore"),  # theirs
-    pytest.mark.timeout(300),
-]
+pytestmark = pytest.mark.filterwarnings("ignore")  # theirs
 
 BY_DEFAULT = Path(__file__).with_name("lightning_by_default.py")
 
@@ -102,7 +100,7 @@ def test_what_it_saves_by_default_survives_the_loss_of_the_volume(rclone_bucket:
         options: dict[str, Any] = {"command": command, "endpoint_url": rclone_bucket.endpoint_url}
         options |= {"trainer": trainer, "environment": TRAINER_ENVIRONMENT}
         with RunProcess(volume, rclone_bucket.destination, **options) as run:
-            assert run.wait(200) == code, run.output()
+            assert run.wait(HANG_SECONDS) == code, run.output()
         lines.append([line for line in run.output().splitlines() if line.startswith("step=")])
     assert lines == [[f"step={step}" for step in range(1, 8)], [f"step={step}" for step in range(6, 16)]]
 

@@ -17,10 +17,7 @@ from keepstep_api import names
 
 torch = pytest.importorskip("torch")
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore"),  # theirs
-    pytest.mark.timeout(300),
-]
+pytestmark = pytest.mark.filterwarnings("ignore")  # theirs
 UNLIKE_RANKS = Path(__file__).with_name("lightning_unlike_ranks.py")
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from tests.client.agent_server import AgentServer
+from tests.harness.bounds import HANG_SECONDS
 from tests.harness.claims import claims
 from tests.integrations.lightning_trainer.training import (
     BY_EPOCH,
@@ -27,10 +28,7 @@ from keepstep_api import names, signal_file
 
 torch = pytest.importorskip("torch")
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore"),  # theirs
-    pytest.mark.timeout(300),
-]
+pytestmark = pytest.mark.filterwarnings("ignore")  # theirs
 
 
 def test_a_checkpoint_is_claimed_while_it_is_written(agent: AgentServer, volume: Path) -> None:
@@ -80,7 +78,7 @@ def test_the_last_checkpoint_beside_the_best_one_costs_no_wait(
     going_on, find = threading.Event(), EmptyFile.find
 
     def find_when_training_goes_on(file: EmptyFile, root: Path) -> Path | None:
-        assert going_on.wait(60)
+        assert going_on.wait(HANG_SECONDS)
         return find(file, root)
 
     def train(output: Path) -> None:

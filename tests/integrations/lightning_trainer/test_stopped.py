@@ -25,10 +25,7 @@ from tests.integrations.lightning_trainer.training import (
     weights,
 )
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore"),  # theirs
-    pytest.mark.timeout(300),
-]
+pytestmark = pytest.mark.filterwarnings("ignore")  # theirs
 
 
 @pytest.fixture(scope="module")
