@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tests.harness.bounds import HANG_SECONDS
 from tests.regions import make_file, region_of, touch, truncate
 
 from keepstep_agent.adapters.checksum import (
@@ -93,5 +94,5 @@ print(buffer[0])
 
 
 def test_a_forked_process_reads_into_buffers_of_its_own() -> None:
-    done = subprocess.run([sys.executable, "-c", _FORK], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", _FORK], capture_output=True, text=True, timeout=HANG_SECONDS)
     assert (done.stdout, done.stderr) == ("1\n", "")

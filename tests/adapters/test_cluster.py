@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 import pytest
 from tests.fakes.fake_api_server import FakeApiServer, Mood
 from tests.fakes.fake_cluster import FakeCluster
+from tests.harness.bounds import HANG_SECONDS
 from tests.servers.tls import Certificate, make_certificate
 
 from keepstep_agent.adapters.kubernetes import ApiServer, KubernetesCluster
@@ -21,7 +22,6 @@ from keepstep_agent.core.errors import ClusterError, ErrorKind
 from keepstep_agent.core.settings.values import ClusterSettings
 from keepstep_agent.ports import Cluster, EventType, PodEvent
 
-SECONDS = 30.0
 KEY = "keepstep.dev/last-committed"
 EVENT = PodEvent(event_type=EventType.WARNING, reason="CheckpointLost", message="it is lost", at=1_800_000_000.0)
 
@@ -189,7 +189,8 @@ def test_a_connection_that_the_server_does_not_end_ends_with_the_call(
             listener.getsockname()[1],
             Path(settings.service_account_directory),
             executor,
-            call_seconds=1,
+            # Time enough for the handshake.
+            call_seconds=5,
             hint="",
         )
 
@@ -199,8 +200,8 @@ def test_a_connection_that_the_server_does_not_end_ends_with_the_call(
             await api_server.close()
 
         asyncio.run(call())
-        with taken.result(SECONDS) as connection:
-            connection.settimeout(SECONDS)
+        with taken.result(HANG_SECONDS) as connection:
+            connection.settimeout(HANG_SECONDS)
             while connection.recv(1024):
                 pass
     gc.collect()  # pytest would report a socket that is open

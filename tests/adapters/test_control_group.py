@@ -9,12 +9,11 @@ from pathlib import Path
 
 import pytest
 from tests.harness.agent_process import AgentProcess, wait_until
+from tests.harness.bounds import HANG_SECONDS
 from tests.harness.control_group import ControlGroup, NoControlGroup, cpu_control_group
 
 from keepstep_agent.adapters.control_group import cpu_limit, memory_limit_bytes
 
-# It bounds a hang.
-START_SECONDS = 60.0
 HALF_A_CPU = "CPU limit 500m: at most about 0.42 GB/s over TLS"
 
 
@@ -30,7 +29,7 @@ def half_a_cpu() -> Iterator[ControlGroup]:
 @pytest.mark.root
 def test_doctor_says_the_rate_that_a_real_limit_allows(half_a_cpu: ControlGroup, tmp_path: Path) -> None:
     doctor = [sys.executable, "-m", "keepstep_agent", "doctor", "--json", f"file://{tmp_path}/destination"]
-    said = subprocess.run(half_a_cpu.wrap(doctor), capture_output=True, text=True, timeout=300, check=False)
+    said = subprocess.run(half_a_cpu.wrap(doctor), capture_output=True, text=True, timeout=HANG_SECONDS, check=False)
     found = {finding["name"]: finding for finding in json.loads(said.stdout)}
     assert found["cpu"]["detail"] == HALF_A_CPU
     assert "keepstep.dev/cpu" in found["cpu"]["hint"]
@@ -44,7 +43,7 @@ def test_an_agent_with_a_real_limit_says_the_rate_when_it_starts(half_a_cpu: Con
     with contextlib.ExitStack() as stack:
         stack.callback(agent.kill)
         agent.wait_serving()
-        wait_until(lambda: bool(agent.log("cpu.limited")), START_SECONDS, "the agent says its limit")
+        wait_until(lambda: bool(agent.log("cpu.limited")), HANG_SECONDS, "the agent says its limit")
         assert [line["limit"] for line in agent.log("cpu.limited")] == [HALF_A_CPU]
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from structlog.testing import capture_logs
+from tests.harness.bounds import HANG_SECONDS
 from watchdog.observers import Observer
 
 from keepstep_agent.adapters.output.directory_hints import DirectoryHints
@@ -31,7 +32,7 @@ def test_hints_come_again_once_the_kernel_has_room_for_them(tmp_path: Path, monk
             monkeypatch.setattr(f"{_MODULE}.Observer", Observer)
             hints.follow()
         (tmp_path / "new").touch()
-        assert noticed.wait(60)
+        assert noticed.wait(HANG_SECONDS)
     finally:
         hints.close()
     assert [line["event"] for line in logs] == ["watch.events_unavailable", "watch.events_available"]
@@ -64,7 +65,7 @@ def test_files_at_any_depth_give_hints_but_ignored_ones_do_not(tmp_path: Path) -
         hints.follow()
         (below / "train.log").write_text("1")
         (below / "ckpt").write_text("1")
-        assert changed.wait(60)
+        assert changed.wait(HANG_SECONDS)
     finally:
         hints.close()
     logs = [path for path in asked if path.endswith("train.log")]

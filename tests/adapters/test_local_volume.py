@@ -110,10 +110,10 @@ file = open(sys.argv[1], "a")
 fcntl.lockf(file, fcntl.LOCK_EX)
 child = os.fork()
 if child == 0:
-    time.sleep(60)
+    time.sleep(600)
     os._exit(0)
 print(child, flush=True)
-time.sleep(60)
+time.sleep(600)
 """
 
 

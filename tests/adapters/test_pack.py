@@ -9,6 +9,7 @@ from io import BytesIO
 from pathlib import Path
 
 import pytest
+from tests.harness.bounds import HANG_SECONDS
 
 from keepstep_agent.adapters.checksum import crc64nvme
 from keepstep_agent.adapters.pack import read_pack
@@ -60,7 +61,7 @@ def test_tar_unpacks_every_file_with_its_name_its_bytes_and_its_time(tmp_path: P
         ["tar", "--extract", "--file", tmp_path / "pack.tar", "--directory", unpacked],
         capture_output=True,
         check=True,
-        timeout=60,
+        timeout=HANG_SECONDS,
     )
     assert done.stderr == b""
     found = {str(path.relative_to(unpacked)): path for path in unpacked.rglob("*") if path.is_file()}

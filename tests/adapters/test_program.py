@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 from tests.harness.agent_process import wait_until
+from tests.harness.bounds import HANG_SECONDS
 
 from keepstep_agent.adapters.output.program import has_other_children
 
@@ -20,12 +21,14 @@ def test_a_child_that_has_ended_counts_no_more_although_nobody_has_waited_for_it
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
         print(has_other_children(os.getpid()))
     """
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=HANG_SECONDS, check=True
+    )
     assert result.stdout.split() == ["False", "True", "False"]
 
 
 def test_without_a_parent_to_ask_for_there_is_no_doubt() -> None:
     assert has_other_children(None)
     with subprocess.Popen(["true"]) as gone:
-        wait_until(lambda: gone.poll() is not None, 60, "it ends")
+        wait_until(lambda: gone.poll() is not None, HANG_SECONDS, "it ends")
     assert has_other_children(gone.pid), "the kernel does not say"

@@ -3,11 +3,9 @@
 import asyncio
 
 import pytest
+from tests.harness.bounds import HANG_SECONDS
 
 from keepstep_agent.adapters.rate_limit import RateLimiter
-
-WAIT_SECONDS = 60.0
-"""Whoever waits for the rate waits for days here."""
 
 
 class VirtualClock:
@@ -78,7 +76,7 @@ async def test_lifting_the_cap_frees_those_who_already_wait() -> None:
 
     limiter.set_rate(0)
 
-    async with asyncio.timeout(WAIT_SECONDS):
+    async with asyncio.timeout(HANG_SECONDS):
         await asyncio.gather(*waiting)
 
 
@@ -91,5 +89,5 @@ async def test_a_cancelled_taker_does_not_hold_up_the_next() -> None:
     first.cancel()
     limiter.set_rate(1_000_000_000)
 
-    async with asyncio.timeout(WAIT_SECONDS):
+    async with asyncio.timeout(HANG_SECONDS):
         await second

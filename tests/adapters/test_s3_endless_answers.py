@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+from tests.harness.bounds import HANG_SECONDS
 from tests.servers.scripted import Asked, ScriptedServer, response
 from tests.servers.tls import Certificate
 
@@ -20,8 +21,6 @@ from keepstep_agent.core.errors import ErrorKind, StoreError
 from keepstep_agent.core.settings.values import MIB, StoreSettings
 from keepstep_agent.ports import ObjectStore
 
-HANG_SECONDS = 120.0
-"""No measure of anything but that it ends."""
 PATIENCE_SECONDS = 3.0
 """Most of it to connect: on a busy machine a TLS handshake takes a second."""
 DRIP_SECONDS = 0.05
@@ -210,9 +209,9 @@ async def test_what_comes_a_byte_at_a_time_is_given_up(
 
 @pytest.mark.parametrize("operation", ["get", "get-into"])
 async def test_a_body_on_a_slow_line_arrives_whole(operation: str, s3_environment: None, tmp_path: Path) -> None:
-    """Several times as long as the store may be silent, in small pieces; a machine that is busy catches up."""
+    """For longer than the store may be silent, in small pieces; a machine that is busy catches up."""
     body = bytes(range(256)) * (MIB // 256)
-    patience_seconds, takes_seconds = 4.0, 9.0
+    patience_seconds, takes_seconds = 6.0, 10.0
     assert len(body) / takes_seconds > 100 * LEAST_BYTES_PER_SECOND
 
     async def answer(_: Asked, writer: asyncio.StreamWriter) -> None:
@@ -225,7 +224,8 @@ async def test_a_body_on_a_slow_line_arrives_whole(operation: str, s3_environmen
             sent = due
             await asyncio.sleep(DRIP_SECONDS)
 
-    async with asked(answer, patience_seconds=patience_seconds) as (store, _), asyncio.timeout(HANG_SECONDS):
+    slow = asked(answer, patience_seconds=patience_seconds, to_connect=0.25)
+    async with slow as (store, _), asyncio.timeout(HANG_SECONDS):
         found = await READS[operation](store, tmp_path)
     assert found == (body if operation == "get" else crc64nvme(body))
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.harness.bounds import HANG_SECONDS
 from tests.regions import make_file, region_of
 from tests.servers.server import ENVIRONMENT, Bucket
 from tests.servers.tls import Certificate
@@ -24,7 +25,6 @@ from keepstep_agent.adapters.transfer.thread_sockets import wait_until_ready
 from keepstep_agent.core.settings.values import MIB, StoreSettings
 from keepstep_agent.ports import StoreCapabilities
 
-WAIT_SECONDS = 60.0
 MANY = 48 * MIB
 FEW = 12 * MIB
 """More than a socket holds, too."""
@@ -97,7 +97,7 @@ class Hanging:
             offered = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
             offered.load_cert_chain(certificate.certificate, certificate.key)
         async with (
-            asyncio.timeout(WAIT_SECONDS),
+            asyncio.timeout(HANG_SECONDS),
             await asyncio.start_server(self._serve, "127.0.0.1", 0, ssl=offered, limit=MIB) as server,
         ):
             port = server.sockets[0].getsockname()[1]
@@ -163,7 +163,7 @@ async def test_an_upload_cancelled_while_its_store_takes_nothing_gives_its_threa
     checksum = region_checksum(region)
     async with Hanging(b"").serving(certificate if secure else None) as store:
         sending = asyncio.create_task(store.put_data("a", region, checksum))
-        assert await asyncio.to_thread(waiting.wait, WAIT_SECONDS)
+        assert await asyncio.to_thread(waiting.wait, HANG_SECONDS)
         sending.cancel()
         await asyncio.wait({sending})
         assert sending.cancelled()
@@ -183,7 +183,7 @@ async def test_a_download_cancelled_while_its_store_is_silent_gives_its_thread_b
                 return store.get_into("a", offset_bytes=0, size_bytes=FEW, version="v", descriptor=into.fileno())
 
             receiving_task = asyncio.create_task(receive())
-            assert await asyncio.to_thread(waiting.wait, WAIT_SECONDS)
+            assert await asyncio.to_thread(waiting.wait, HANG_SECONDS)
             receiving_task.cancel()
             await asyncio.wait({receiving_task})
             assert receiving_task.cancelled()

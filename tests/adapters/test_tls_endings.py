@@ -10,9 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 import pytest
+from tests.harness.bounds import HANG_SECONDS
 from tests.harness.tls_peer import (
     MORE_THAN_THE_KERNEL_HOLDS,
-    WAIT_SECONDS,
     Recorder,
     Run,
     body_of,
@@ -34,7 +34,7 @@ def test_what_a_closed_transport_had_not_sent_yet_arrives_and_so_does_the_goodby
     received = bytearray()
 
     def read_to_the_end(connection: ssl.SSLSocket) -> None:
-        assert closed.wait(WAIT_SECONDS)
+        assert closed.wait(HANG_SECONDS)
         while data := connection.recv(MIB):  # ssl.SSLEOFError without a goodbye
             received.extend(data)
 
@@ -47,7 +47,7 @@ def test_what_a_closed_transport_had_not_sent_yet_arrives_and_so_does_the_goodby
             assert recorder.lost == []
             closed.set()
             await recorder.until(lambda: bool(recorder.lost))
-            await asyncio.to_thread(peer.join, WAIT_SECONDS)
+            await asyncio.to_thread(peer.join, HANG_SECONDS)
             assert peer.error is None
         assert recorder.lost == [None]
 
@@ -61,13 +61,13 @@ def test_an_aborted_transport_sends_no_more_and_wakes_who_waits_for_room(run: Ru
 
     async def abort() -> None:
         recorder = Recorder()
-        async with connected(certificate, lambda _: _expect(over.wait(WAIT_SECONDS)), recorder) as (transport, _):
+        async with connected(certificate, lambda _: _expect(over.wait(HANG_SECONDS)), recorder) as (transport, _):
             transport.write(body_of(MORE_THAN_THE_KERNEL_HOLDS))
             waiting = asyncio.create_task(transport.writable())
             await asyncio.sleep(0)
             transport.abort()
             transport.abort()
-            async with asyncio.timeout(WAIT_SECONDS):
+            async with asyncio.timeout(HANG_SECONDS):
                 await waiting
             await recorder.until(lambda: bool(recorder.lost))
             over.set()
@@ -112,11 +112,11 @@ def test_a_peer_that_leaves_while_somebody_waits_for_room_leaves_no_socket_and_n
     leave = threading.Event()
 
     def say_goodbye(connection: ssl.SSLSocket) -> None:
-        assert leave.wait(WAIT_SECONDS)
+        assert leave.wait(HANG_SECONDS)
         connection.setblocking(False)
         with suppress(ssl.SSLWantReadError):
             connection.unwrap()
-        assert over.wait(WAIT_SECONDS)
+        assert over.wait(HANG_SECONDS)
 
     over = threading.Event()
 
@@ -130,7 +130,7 @@ def test_a_peer_that_leaves_while_somebody_waits_for_room_leaves_no_socket_and_n
             waiting = asyncio.create_task(transport.writable())
             await asyncio.sleep(0)
             leave.set()
-            async with asyncio.timeout(WAIT_SECONDS):
+            async with asyncio.timeout(HANG_SECONDS):
                 await waiting
             await recorder.until(lambda: bool(recorder.lost))
             assert connection.fileno() == -1
@@ -152,7 +152,7 @@ def test_a_peer_that_takes_nothing_holds_a_closed_connection_only_so_long(
 
     async def close() -> None:
         recorder = Recorder()
-        async with connected(certificate, lambda _: _expect(over.wait(WAIT_SECONDS)), recorder) as (transport, _):
+        async with connected(certificate, lambda _: _expect(over.wait(HANG_SECONDS)), recorder) as (transport, _):
             transport.write(body_of(MORE_THAN_THE_KERNEL_HOLDS))
             transport.close()
             await recorder.until(lambda: bool(recorder.lost))

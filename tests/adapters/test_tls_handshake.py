@@ -6,7 +6,8 @@ import ssl
 from pathlib import Path
 
 import pytest
-from tests.harness.tls_peer import WAIT_SECONDS, Peer, Recorder, Run, on_both_loops
+from tests.harness.bounds import HANG_SECONDS
+from tests.harness.tls_peer import Peer, Recorder, Run, on_both_loops
 from tests.servers.tls import Certificate, make_certificate
 
 from keepstep_agent.adapters.transfer.tls_connector import open_tls_connection
@@ -27,7 +28,7 @@ def test_a_handshake_with_a_stranger_fails_and_leaves_no_socket(
         context = ssl.create_default_context(cafile=str(certificate.certificate))
         with pytest.raises(ssl.SSLCertVerificationError):
             await open_tls_connection(Recorder(), plain, context, "127.0.0.1")
-        await asyncio.to_thread(peer.join, WAIT_SECONDS)
+        await asyncio.to_thread(peer.join, HANG_SECONDS)
         assert isinstance(peer.error, OSError)
 
     run(greet())
@@ -44,7 +45,7 @@ def test_a_server_that_closes_in_the_handshake_is_a_broken_connection_and_no_wro
             )
             closing = (await asyncio.to_thread(listener.accept))[0]
             with closing:
-                closing.settimeout(WAIT_SECONDS)
+                closing.settimeout(HANG_SECONDS)
                 while len(await asyncio.to_thread(closing.recv, MIB)) == MIB:
                     pass
             with pytest.raises(ConnectionResetError, match="during the TLS handshake"):
@@ -64,7 +65,7 @@ def test_a_handshake_that_is_given_up_leaves_no_socket(run: Run, certificate: Ce
             )
             silent = (await asyncio.to_thread(listener.accept))[0]
             with silent:
-                silent.settimeout(WAIT_SECONDS)
+                silent.settimeout(HANG_SECONDS)
                 assert await asyncio.to_thread(silent.recv, 1)
                 greeting.cancel()
                 await asyncio.wait([greeting])

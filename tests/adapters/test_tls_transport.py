@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.harness.bounds import HANG_SECONDS
 from tests.harness.tls_peer import (
     MORE_THAN_THE_KERNEL_HOLDS,
-    WAIT_SECONDS,
     Recorder,
     Run,
     body_of,
@@ -47,7 +47,7 @@ def test_more_than_the_kernel_holds_goes_there_and_comes_back(
     full = threading.Event()
 
     def echo(connection: ssl.SSLSocket) -> None:
-        assert full.wait(WAIT_SECONDS)
+        assert full.wait(HANG_SECONDS)
         received = _receive(connection, len(sent))
         connection.sendall(received)
 
@@ -75,7 +75,7 @@ def test_who_hears_one_record_has_a_turn_before_the_next(paused: bool, run: Run,
     waits, arrived = threading.Event(), threading.Event()
 
     def send(connection: ssl.SSLSocket) -> None:
-        assert waits.wait(WAIT_SECONDS)
+        assert waits.wait(HANG_SECONDS)
         connection.send(sent[:100])
         connection.sendall(sent[100:])
         arrived.set()
@@ -101,7 +101,7 @@ def test_who_hears_one_record_has_a_turn_before_the_next(paused: bool, run: Run,
                 transport.pause_reading()
             waits.set()
             # All of it has come before the event loop looks again.
-            assert arrived.wait(WAIT_SECONDS)
+            assert arrived.wait(HANG_SECONDS)
             transport.resume_reading()
             await recorder.until(lambda: not transport.is_reading())
             assert recorder.received == sent[:100]
@@ -129,7 +129,7 @@ def test_a_sender_that_never_pauses_is_read_at_most_twice_a_turn(
         nonlocal takes
         async with connected(certificate, send) as (transport, _):
             monkeypatch.setattr(TlsTransport, "_take", take)
-            await asyncio.to_thread(select.select, [transport.get_extra_info("socket")], [], [], WAIT_SECONDS)
+            await asyncio.to_thread(select.select, [transport.get_extra_info("socket")], [], [], HANG_SECONDS)
             takes = 0  # while it waited for that thread, the event loop took any number of turns
             for _ in range(turns):
                 await asyncio.sleep(0)
@@ -149,7 +149,7 @@ def test_a_thread_sends_a_file_through_a_socket_that_fills_up(
     def receive(connection: ssl.SSLSocket) -> None:
         # It speaks first: who has lent the connection hears it all the same.
         connection.sendall(b"early")
-        assert full.wait(WAIT_SECONDS)
+        assert full.wait(HANG_SECONDS)
         received.extend(_receive(connection, MORE_THAN_THE_KERNEL_HOLDS))
 
     async def send() -> None:
@@ -168,7 +168,7 @@ def test_a_thread_sends_a_file_through_a_socket_that_fills_up(
                         waits += 1
                         full.set()
                         await transport.writable()
-            await asyncio.to_thread(peer.join, WAIT_SECONDS)
+            await asyncio.to_thread(peer.join, HANG_SECONDS)
             assert peer.error is None
             assert waits
             assert recorder.received == b"early"
@@ -187,7 +187,7 @@ def test_a_connection_is_not_closed_while_a_thread_has_it(
 
     def work(connection: ssl.SSLSocket) -> int:
         working.set()
-        assert released.wait(WAIT_SECONDS)
+        assert released.wait(HANG_SECONDS)
         found.append(connection.fileno())
         return 0
 
@@ -196,7 +196,7 @@ def test_a_connection_is_not_closed_while_a_thread_has_it(
         async with connected(certificate, lambda connection: _until_closed(connection), recorder) as (transport, _):
             connection = transport.get_extra_info("socket")
             lending = asyncio.create_task(transport.lend(executor, work, connection))
-            assert await asyncio.to_thread(working.wait, WAIT_SECONDS)
+            assert await asyncio.to_thread(working.wait, HANG_SECONDS)
             lending.cancel()
             await asyncio.wait([lending])
             transport.abort()
@@ -243,14 +243,14 @@ def test_all_that_a_peer_sent_before_it_closed_arrives_however_late_there_is_roo
     async def receive() -> None:
         first, second = Filling(2 * MIB), Filling(4 * MIB)
         async with connected(certificate, partial(_send_and_go, data=sent), first) as (transport, peer):
-            async with asyncio.timeout(WAIT_SECONDS):
+            async with asyncio.timeout(HANG_SECONDS):
                 await first.full.wait()
-            await asyncio.to_thread(peer.join, WAIT_SECONDS)
+            await asyncio.to_thread(peer.join, HANG_SECONDS)
             assert not transport.is_reading()
             assert not first.lost.is_set()
             transport.set_protocol(second)
             transport.resume_reading()
-            async with asyncio.timeout(WAIT_SECONDS):
+            async with asyncio.timeout(HANG_SECONDS):
                 await second.lost.wait()
         assert bytes(first.received + second.received) == sent
 

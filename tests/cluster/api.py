@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 from urllib.parse import urlencode
 
+from tests.harness.bounds import HANG_SECONDS
+
 Object = dict[str, Any]
 
 _CLUSTER_SCOPED: Final = {
@@ -18,7 +20,6 @@ _CLUSTER_SCOPED: Final = {
     "MutatingWebhookConfiguration",
     "SubjectAccessReview",
 }
-_SECONDS: Final = 60.0
 _STRICT: Final = {"fieldValidation": "Strict"}
 _DRY_RUN: Final = {"dryRun": "All"}
 
@@ -93,7 +94,7 @@ class Api:
     def _send(
         self, method: str, path: str, body: str | None, headers: Mapping[str, str]
     ) -> tuple[int, str, tuple[str, ...]]:
-        connection = http.client.HTTPSConnection(self._host, self._port, timeout=_SECONDS, context=self._context)
+        connection = http.client.HTTPSConnection(self._host, self._port, timeout=HANG_SECONDS, context=self._context)
         try:
             connection.request(method, path, body, dict(headers))
             answer = connection.getresponse()

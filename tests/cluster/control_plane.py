@@ -14,11 +14,11 @@ from typing import Final, Self
 
 from tests.cluster.api import Api, ApiError
 from tests.cluster.credentials import Credentials, make_credentials
+from tests.harness.bounds import HANG_SECONDS
 from tests.servers.process import Daemon, free_port, wait_until
 
 ASSETS_VARIABLE: Final = "KUBEBUILDER_ASSETS"
 _BINARIES: Final = ("etcd", "kube-apiserver")
-_START_SECONDS: Final = 120.0
 _NO_PROXY: Final = {**dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy"), ""), "NO_PROXY": "*"}
 """Go would ask a proxy for the webhook's Service."""
 
@@ -103,7 +103,7 @@ class ControlPlane:
                 assert daemon.running(), daemon.log.read_text(errors="replace")[-4000:]
                 return self._ready()
 
-            wait_until(settled, "kube-apiserver is ready", _START_SECONDS)
+            wait_until(settled, "kube-apiserver is ready", HANG_SECONDS)
             self._stack = stack.pop_all()
         return self
 
@@ -134,10 +134,10 @@ class ControlPlane:
     def _start(self, stack: ExitStack, command: list[str], port: int) -> Daemon:
         daemon = Daemon(command, self._folder / f"{Path(command[0]).name}.log", _NO_PROXY)
         stack.callback(daemon.stop)
-        daemon.wait_for_port(port, _START_SECONDS)
+        daemon.wait_for_port(port, HANG_SECONDS)
         return daemon
 
 
 def _help(binary: Path) -> str:
-    done = subprocess.run([binary, "--help"], capture_output=True, text=True, timeout=_START_SECONDS)
+    done = subprocess.run([binary, "--help"], capture_output=True, text=True, timeout=HANG_SECONDS)
     return done.stdout + done.stderr

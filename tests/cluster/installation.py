@@ -16,11 +16,11 @@ from tests.chart.rendering import NAMESPACE, Object, arguments_of, of_kind, rend
 from tests.cluster.api import ApiError
 from tests.cluster.control_plane import ControlPlane
 from tests.harness.agent_process import wait_until
+from tests.harness.bounds import HANG_SECONDS
 from tests.harness.hasty_webhook import TIMINGS_VARIABLE
 from tests.harness.webhook_process import WebhookProcess, training_pod
 
 _OURS: Final = ("--listen=", "--http-listen=", "--certificates=", "--image=", "--lame-duck-seconds=")
-_SECONDS: Final = 120.0
 _TOKEN_SECONDS: Final = 3600
 _PACE: Final = '{"look_seconds": 0.5, "retry_seconds": 0.2}'
 
@@ -77,7 +77,7 @@ class Installation:
                 return False
             return "keepstep-agent" in str(made["spec"])
 
-        wait_until(injects, _SECONDS, "pods are injected")
+        wait_until(injects, HANG_SECONDS, "pods are injected")
 
     @property
     def configuration(self) -> Object:

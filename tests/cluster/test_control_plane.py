@@ -20,6 +20,7 @@ from tests.cluster.control_plane import (
 )
 from tests.cluster.credentials import make_credentials
 from tests.cluster.installation import changed_for_a_process, without_classes, write_account
+from tests.harness.bounds import HANG_SECONDS
 from tests.injection import golden_pods
 from tests.servers.process import accepts
 
@@ -92,9 +93,11 @@ def test_the_key_of_tokens_is_in_the_form_that_an_api_server_reads(tmp_path: Pat
     """`ParseECPrivateKey` wants SEC 1's structure, whose first element is the integer 1; in PKCS#8 it is 0."""
     key = make_credentials(tmp_path).token_key
     assert key.read_text().startswith("-----BEGIN EC PRIVATE KEY-----\n")
-    parsed = subprocess.run(["openssl", "asn1parse", "-in", key], capture_output=True, text=True, timeout=60)
+    parsed = subprocess.run(["openssl", "asn1parse", "-in", key], capture_output=True, text=True, timeout=HANG_SECONDS)
     assert re.search(r"\n\s+\d+:d=1 .*INTEGER\s+:01\n.*OCTET STRING", parsed.stdout), parsed.stdout + parsed.stderr
-    checked = subprocess.run(["openssl", "ec", "-in", key, "-check", "-noout"], capture_output=True, timeout=60)
+    checked = subprocess.run(
+        ["openssl", "ec", "-in", key, "-check", "-noout"], capture_output=True, timeout=HANG_SECONDS
+    )
     assert checked.returncode == 0, checked.stderr
 
 

@@ -16,6 +16,7 @@ from tests.chart.rendering import NAMESPACE
 from tests.cluster.api import Api, ApiError, Object
 from tests.cluster.installation import Installation, InstalledWebhook, without_classes
 from tests.harness.agent_process import wait_until
+from tests.harness.bounds import HANG_SECONDS
 from tests.harness.installed_chart import SERVICE, bundle_patch, kept_when_due
 from tests.harness.webhook_process import training_pod
 from tests.injection import golden_pods
@@ -23,9 +24,7 @@ from tests.injection import golden_pods
 from keepstep_agent.core.injection.spec import Mutation
 from keepstep_agent.webhook.certificates import read_secret
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-
-_SECONDS = 120.0
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 
 def pod(namespace: str, **annotations: str) -> Object:
@@ -205,14 +204,14 @@ def test_the_authority_is_rotated_and_no_pod_is_refused_meanwhile(
         before = old.authorities[0].certificate
         wait_until(
             lambda: bool(failures) or webhook.served().issuer != before.subject,
-            _SECONDS,
+            HANG_SECONDS,
             "a leaf of the new CA is served",
         )
         so_far = asked
-        wait_until(lambda: bool(failures) or asked > so_far + 5, _SECONDS, "it goes on")
+        wait_until(lambda: bool(failures) or asked > so_far + 5, HANG_SECONDS, "it goes on")
     finally:
         ends.set()
-        asking.join(_SECONDS)
+        asking.join(HANG_SECONDS)
     assert not failures
     assert before in x509.load_pem_x509_certificates(published(installation))
     assert len(read_secret(installation.secret, SERVICE, datetime.now(UTC)).authorities) == 2
@@ -232,7 +231,7 @@ def test_a_bundle_that_somebody_took_away_is_put_back(
     installation: Installation, namespace: str, webhook: InstalledWebhook
 ) -> None:
     publish(installation, None)
-    wait_until(lambda: bool(published(installation)), _SECONDS, "it is published again")
+    wait_until(lambda: bool(published(installation)), HANG_SECONDS, "it is published again")
     installation.wait_until_asked()
 
 
@@ -271,7 +270,7 @@ def test_under_ignore_they_run_without(installation: Installation, namespace: st
                 return False
             return True
 
-        wait_until(runs, _SECONDS, "a pod runs")
+        wait_until(runs, HANG_SECONDS, "a pod runs")
         assert init_containers(made[0]) == []
     finally:
         installation.set_failure_policy("Fail")

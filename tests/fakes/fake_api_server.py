@@ -15,10 +15,10 @@ from typing import Any, Final, NamedTuple, Self
 
 from aiohttp import web
 from tests.fakes.object_shelf import ObjectShelf, RefusedError
+from tests.harness.bounds import HANG_SECONDS
 from tests.servers.tls import Certificate
 
 TOKEN: Final = "a-service-accounts-token"
-_SECONDS: Final = 30.0
 # Custom resources know no strategic merge.
 _MERGE_PATCHES: Final = ("application/strategic-merge-patch+json", "application/merge-patch+json")
 _VERBS: Final = {"GET": "get", "POST": "create", "PATCH": "patch"}
@@ -63,13 +63,13 @@ class FakeApiServer:
 
     def __enter__(self) -> Self:
         self._thread.start()
-        asyncio.run_coroutine_threadsafe(self._serve(), self._loop).result(_SECONDS)
+        asyncio.run_coroutine_threadsafe(self._serve(), self._loop).result(HANG_SECONDS)
         return self
 
     def __exit__(self, *_: object) -> None:
-        asyncio.run_coroutine_threadsafe(self._end(), self._loop).result(_SECONDS)
+        asyncio.run_coroutine_threadsafe(self._end(), self._loop).result(HANG_SECONDS)
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(_SECONDS)
+        self._thread.join(HANG_SECONDS)
         self._loop.close()
 
     def service_account(self, directory: Path) -> Path:

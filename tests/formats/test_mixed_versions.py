@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from tests.formats.test_frozen_formats import newer
+from tests.harness.bounds import HANG_SECONDS
 from tests.restore.stored_checkpoints import store_checkpoint
 
 from keepstep_agent.adapters.open_store import open_store
@@ -58,7 +59,7 @@ async def test_restore_takes_the_newest_that_it_can_read_and_says_why(settings: 
 
 def test_ls_shows_the_row_with_its_reason(settings: StoreSettings) -> None:
     command = [sys.executable, "-m", "keepstep_agent", "ls", settings.destination, "--json"]
-    listed = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    listed = subprocess.run(command, capture_output=True, text=True, timeout=HANG_SECONDS, check=False)
     rows = {row["step"]: row["problem"] for row in json.loads(listed.stdout)["checkpoints"]}
     assert rows[100] == ""
     assert "update Keepstep" in rows[NEWEST]
@@ -93,7 +94,7 @@ async def test_prune_counts_on_nothing_that_it_cannot_read(settings: StoreSettin
 
 def test_verify_names_what_it_cannot_read_and_goes_on(settings: StoreSettings) -> None:
     command = [sys.executable, "-m", "keepstep_agent", "verify", settings.destination, "--all", "--json"]
-    verified = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    verified = subprocess.run(command, capture_output=True, text=True, timeout=HANG_SECONDS, check=False)
     problems = {one["step"]: one["problems"] for one in json.loads(verified.stdout)["checkpoints"]}
     assert verified.returncode == 1
     assert problems[100] == []

@@ -16,16 +16,12 @@ from pathlib import Path
 from typing import Any, Self
 
 import grpc
+from tests.harness.bounds import HANG_SECONDS
 from tests.harness.warm_python import WarmProcess, starts_alike, warm_keepstep
 
 from keepstep_api.names import socket_address
 from keepstep_api.v1 import agent_pb2, agent_pb2_grpc
 
-# They bound a hang and judge no speed: on a busy machine a start takes many seconds, and a call that is journaled some.
-_START_SECONDS = 60.0
-_CALL_SECONDS = 30.0
-_STAGE_SECONDS = 240.0  # ten thousand files are made durable one by one
-_END_SECONDS = 60.0
 _POLL_SECONDS = 0.01
 
 
@@ -99,7 +95,7 @@ class AgentProcess:
         """Start what cannot run; its exit code once it has ended by itself."""
         self.start(wait=False)
         try:
-            return self.wait(_START_SECONDS)
+            return self.wait(HANG_SECONDS)
         finally:
             self.process.kill()
 
@@ -112,7 +108,7 @@ class AgentProcess:
                 return False
             return True
 
-        wait_until(answers, _START_SECONDS, "the agent serves")
+        wait_until(answers, HANG_SECONDS, "the agent serves")
 
     @property
     def process(self) -> "subprocess.Popen[bytes] | WarmProcess":
@@ -122,7 +118,7 @@ class AgentProcess:
     def kill(self) -> None:
         """SIGKILL, and wait for the end."""
         self.process.kill()
-        self.process.wait(_END_SECONDS)
+        self.process.wait(HANG_SECONDS)
 
     def terminate(self) -> None:
         self.process.send_signal(signal.SIGTERM)
@@ -138,22 +134,22 @@ class AgentProcess:
 
     def status(self) -> agent_pb2.Status:
         with self.stub() as stub:
-            status: agent_pb2.Status = stub.GetStatus(agent_pb2.GetStatusRequest(), timeout=_CALL_SECONDS)
+            status: agent_pb2.Status = stub.GetStatus(agent_pb2.GetStatusRequest(), timeout=HANG_SECONDS)
         return status
 
     def announce(self, path: Path | str, step: int, **fields: Any) -> agent_pb2.AnnounceCheckpointResponse:
         """Raises grpc.RpcError when refused."""
         request = agent_pb2.AnnounceCheckpointRequest(path=str(path), step=step, **fields)
         with self.stub() as stub:
-            response: agent_pb2.AnnounceCheckpointResponse = stub.AnnounceCheckpoint(request, timeout=_STAGE_SECONDS)
+            response: agent_pb2.AnnounceCheckpointResponse = stub.AnnounceCheckpoint(request, timeout=HANG_SECONDS)
         return response
 
     def register(self, *, local_rank: int, rank: int, world_size: int) -> None:
         with self.stub() as stub:
             request = agent_pb2.RegisterRequest(local_rank=local_rank, rank=rank, world_size=world_size)
-            stub.Register(request, timeout=_CALL_SECONDS)
+            stub.Register(request, timeout=HANG_SECONDS)
 
-    def wait_committed(self, save: str, timeout_seconds: float = 60.0) -> agent_pb2.Checkpoint:
+    def wait_committed(self, save: str, timeout_seconds: float = HANG_SECONDS) -> agent_pb2.Checkpoint:
         with self.stub() as stub:
             request = agent_pb2.WaitCommittedRequest(save=save)
             response: agent_pb2.WaitCommittedResponse = stub.WaitCommitted(request, timeout=timeout_seconds)
@@ -162,7 +158,7 @@ class AgentProcess:
     def notify_termination(self, *, grace_seconds: float = 0.0, source: str = "test") -> None:
         request = agent_pb2.NotifyTerminationRequest(grace_seconds=grace_seconds, source=source)
         with self.stub() as stub:
-            stub.NotifyTermination(request, timeout=_CALL_SECONDS)
+            stub.NotifyTermination(request, timeout=HANG_SECONDS)
 
     def log_text(self) -> str:
         return self._log_path.read_text(errors="replace") if self._log_path.exists() else ""

@@ -8,12 +8,10 @@ import urllib.error
 import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Final, Self
+from typing import Self
 
 from tests.harness.agent_process import wait_until
-
-_START_SECONDS: Final = 60.0
-_END_SECONDS: Final = 60.0
+from tests.harness.bounds import HANG_SECONDS
 
 
 class ConsoleProcess:
@@ -32,13 +30,13 @@ class ConsoleProcess:
             self._process = subprocess.Popen(
                 self._command, env=os.environ, stdin=subprocess.DEVNULL, stdout=output, stderr=log
             )
-        wait_until(self._listens, _START_SECONDS, "the console listens")
+        wait_until(self._listens, HANG_SECONDS, "the console listens")
         return self
 
     def __exit__(self, *_: object) -> None:
         if self.process.poll() is None:
             self.process.kill()
-            self.process.wait(_END_SECONDS)
+            self.process.wait(HANG_SECONDS)
 
     @property
     def process(self) -> "subprocess.Popen[bytes]":
@@ -49,19 +47,19 @@ class ConsoleProcess:
         """Return the status and the body of an address without its first slash."""
         request = urllib.request.Request(self.address + address, headers=dict(headers or {}))
         try:
-            with urllib.request.urlopen(request, timeout=_START_SECONDS) as answer:
+            with urllib.request.urlopen(request, timeout=HANG_SECONDS) as answer:
                 return answer.status, answer.read().decode()
         except urllib.error.HTTPError as error:
             with error:
                 return error.code, error.read().decode()
 
     def wait_ready(self) -> None:
-        wait_until(lambda: self.get("readyz")[0] == 200, _START_SECONDS, "the console has found the runs")
+        wait_until(lambda: self.get("readyz")[0] == 200, HANG_SECONDS, "the console has found the runs")
 
     def end(self, number: signal.Signals) -> int:
         """Send a signal and return the exit code."""
         self.process.send_signal(number)
-        return self.process.wait(_END_SECONDS)
+        return self.process.wait(HANG_SECONDS)
 
     def log_text(self) -> str:
         return self._log.read_text()

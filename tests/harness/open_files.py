@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 from pathlib import Path
 
-_WAIT_SECONDS = 60.0
+from tests.harness.bounds import HANG_SECONDS
 
 
 def open_files() -> list[Path]:
@@ -18,6 +18,6 @@ def open_files() -> list[Path]:
 
 async def until_open(path: Path, count: int) -> None:
     """Until this process has the file open so often."""
-    async with asyncio.timeout(_WAIT_SECONDS):
+    async with asyncio.timeout(HANG_SECONDS):
         while open_files().count(path) != count:  # noqa: ASYNC110 - a thread that closes tells nobody
             await asyncio.sleep(0.005)

@@ -9,13 +9,11 @@ from pathlib import Path
 from typing import Any, Self
 
 from tests.harness.agent_process import json_lines, wait_until
+from tests.harness.bounds import HANG_SECONDS
 
 TRAINER = Path(__file__).parents[1] / "integration" / "trainer.py"
 JUST_IN_TIME, NOT_DURABLE = 143, 75
 """Exit codes of a run."""
-# They bound a hang and judge no speed: four processes start one after the other before the first step.
-_START_SECONDS = 90.0
-_END_SECONDS = 90.0
 
 
 class RunProcess:
@@ -62,7 +60,7 @@ class RunProcess:
             for pid in self.children():
                 os.kill(pid, signal.SIGKILL)
             self.process.kill()
-            self.process.wait(_END_SECONDS)
+            self.process.wait(HANG_SECONDS)
 
     @property
     def process(self) -> "subprocess.Popen[bytes]":
@@ -89,7 +87,7 @@ class RunProcess:
         killed = self.agent_pid()
         assert killed is not None, "there is no agent"
         os.kill(killed, signal.SIGKILL)
-        wait_until(lambda: self.agent_pid() not in (None, killed), _START_SECONDS, "another agent")
+        wait_until(lambda: self.agent_pid() not in (None, killed), HANG_SECONDS, "another agent")
 
     def steps(self) -> list[tuple[int, float]]:
         """(step, seconds it took) of every step so far."""
@@ -105,17 +103,17 @@ class RunProcess:
             assert self.process.poll() is None, f"it ended with {self.process.returncode}:\n{self.output()}"
             return len(self.steps()) >= goal
 
-        wait_until(done, _START_SECONDS, f"{count} steps")
+        wait_until(done, HANG_SECONDS, f"{count} steps")
 
     def wait_program_ended(self) -> None:
         """Until the trainer is done and gone, so that only an agent is left."""
-        wait_until(lambda: "\ndone " in self.output(), _START_SECONDS, "the trainer is done")
-        wait_until(lambda: list(self.children()) == [self.agent_pid()], _END_SECONDS, "the trainer is gone")
+        wait_until(lambda: "\ndone " in self.output(), HANG_SECONDS, "the trainer is done")
+        wait_until(lambda: list(self.children()) == [self.agent_pid()], HANG_SECONDS, "the trainer is gone")
 
     def signal(self, number: signal.Signals) -> None:
         self.process.send_signal(number)
 
-    def wait(self, timeout_seconds: float = _END_SECONDS) -> int:
+    def wait(self, timeout_seconds: float = HANG_SECONDS) -> int:
         """Its exit code."""
         return self.process.wait(timeout_seconds)
 

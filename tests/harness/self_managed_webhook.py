@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any, Self
 
 from tests.fakes.fake_api_server import FakeApiServer
+from tests.harness.bounds import HANG_SECONDS
 from tests.harness.hasty_webhook import TIMINGS_VARIABLE
 from tests.harness.installed_chart import SERVICE, managed_in
 from tests.harness.webhook_process import WebhookProcess
-
-_SECONDS = 30.0
 
 
 class SelfManagedWebhook(WebhookProcess):
@@ -44,10 +43,10 @@ class Reviewer(http.client.HTTPSConnection):
 
     def __init__(self, webhook: WebhookProcess, bundle: bytes) -> None:
         self._trusting = ssl.create_default_context(cadata=bundle.decode())
-        super().__init__("127.0.0.1", webhook.port, timeout=_SECONDS, context=self._trusting)
+        super().__init__("127.0.0.1", webhook.port, timeout=HANG_SECONDS, context=self._trusting)
 
     def connect(self) -> None:
-        plain = socket.create_connection((self.host, self.port), timeout=_SECONDS)
+        plain = socket.create_connection((self.host, self.port), timeout=HANG_SECONDS)
         self.sock = self._trusting.wrap_socket(plain, server_hostname=SERVICE)
 
     def ask(self, review: Mapping[str, Any]) -> dict[str, Any]:

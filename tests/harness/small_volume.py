@@ -7,8 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-
-_COMMAND_SECONDS = 60
+from tests.harness.bounds import HANG_SECONDS
 
 
 @contextmanager
@@ -34,4 +33,4 @@ def remount(directory: Path, mode: str) -> None:
 
 
 def _run(*command: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(command, capture_output=True, text=True, timeout=_COMMAND_SECONDS, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=HANG_SECONDS, check=False)

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import uvloop
+from tests.harness.bounds import HANG_SECONDS
 from tests.servers.tls import Certificate
 
 from keepstep_agent.adapters.transfer.tls_connector import open_tls_connection
 from keepstep_agent.adapters.transfer.tls_transport import TlsTransport
 from keepstep_agent.core.settings.values import MIB
 
-WAIT_SECONDS = 60.0
 MORE_THAN_THE_KERNEL_HOLDS = 24 * MIB
 
 Run = Callable[[Coroutine[Any, Any, None]], None]
@@ -32,14 +32,14 @@ class Peer(threading.Thread):
         self.context.load_cert_chain(certificate.certificate, certificate.key)
         self.error: Exception | None = None
         self._listener = socket.create_server(("127.0.0.1", 0))
-        self._listener.settimeout(WAIT_SECONDS)
+        self._listener.settimeout(HANG_SECONDS)
         self._serve = serve
         self.address = self._listener.getsockname()
 
     def run(self) -> None:
         try:
             with self._listener, self._listener.accept()[0] as plain:
-                plain.settimeout(WAIT_SECONDS)
+                plain.settimeout(HANG_SECONDS)
                 with self.context.wrap_socket(plain, server_side=True, suppress_ragged_eofs=False) as connection:
                     self._serve(connection)
         except Exception as error:
@@ -71,7 +71,7 @@ class Recorder(asyncio.Protocol):
         self.changed.set()
 
     async def until(self, holds: Callable[[], bool]) -> None:
-        async with asyncio.timeout(WAIT_SECONDS):
+        async with asyncio.timeout(HANG_SECONDS):
             while not holds():
                 self.changed.clear()
                 await self.changed.wait()
@@ -91,13 +91,13 @@ async def connected(
     context = ssl.create_default_context(cafile=str(certificate.certificate))
     plain = await asyncio.to_thread(socket.create_connection, peer.address)
     plain.setblocking(False)
-    async with asyncio.timeout(WAIT_SECONDS):
+    async with asyncio.timeout(HANG_SECONDS):
         transport = await open_tls_connection(protocol or Recorder(), plain, context, "127.0.0.1")
     try:
         yield transport, peer
     finally:
         transport.abort()
-        await asyncio.to_thread(peer.join, WAIT_SECONDS)
+        await asyncio.to_thread(peer.join, HANG_SECONDS)
         assert not peer.is_alive()
 
 

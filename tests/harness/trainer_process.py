@@ -5,6 +5,8 @@ import sys
 from pathlib import Path
 from typing import Self
 
+from tests.harness.bounds import HANG_SECONDS
+
 from keepstep_api.names import RANKS_DIRECTORY, STATE_DIRECTORY
 
 _PROGRAM = """
@@ -38,7 +40,7 @@ class TrainerProcess:
         """SIGKILL, and wait for the end. Idempotent."""
         assert self._process is not None
         self._process.kill()
-        self._process.wait(60)
+        self._process.wait(HANG_SECONDS)
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
                 pipe.close()

@@ -27,6 +27,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final, Self
 
+from tests.harness.bounds import HANG_SECONDS
+
 TRAINER_ENVIRONMENT: Final = {
     # Dozens of trainers on two cores: with two threads each, they mostly wait for their other half.
     "OMP_NUM_THREADS": "1",
@@ -41,10 +43,6 @@ TRAINER_ENVIRONMENT: Final = {
 
 _CODE: Final = struct.Struct("i")
 _LARGEST_REQUEST: Final = 1 << 17
-# They bound a hang and judge no speed: on a busy machine, importing what trainers need takes a minute, and so does
-# restoring ten thousand files.
-_START_SECONDS: Final = 240.0
-_COMMAND_SECONDS: Final = 240.0
 
 
 class WarmProcess:
@@ -96,7 +94,7 @@ class WarmPython:
 
     def __init__(self, connection: socket.socket, wait: Callable[[], object]) -> None:
         self._connection = connection
-        self._connection.settimeout(_START_SECONDS)
+        self._connection.settimeout(HANG_SECONDS)
         self._wait = wait
         self._lock = threading.Lock()
         atexit.register(self._close)
@@ -111,7 +109,7 @@ class WarmPython:
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
             )
-        return cls(ours, lambda: process.wait(_START_SECONDS))
+        return cls(ours, lambda: process.wait(HANG_SECONDS))
 
     @classmethod
     def fork(cls) -> Self:
@@ -212,7 +210,7 @@ def keepstep(
     """Run the command line with `environment` besides this process's own."""
     words = ["-m", "keepstep_agent", *map(str, arguments)]
     there = {**os.environ, **environment}
-    return warm_keepstep().run(words, environment=there, timeout_seconds=_COMMAND_SECONDS, directory=directory)
+    return warm_keepstep().run(words, environment=there, timeout_seconds=HANG_SECONDS, directory=directory)
 
 
 def starts_alike(environment: Mapping[str, str]) -> bool:

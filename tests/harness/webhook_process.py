@@ -12,12 +12,11 @@ from typing import Any, Final, Self
 
 from cryptography import x509
 from tests.harness.agent_process import wait_until
+from tests.harness.bounds import HANG_SECONDS
 from tests.servers.process import free_port
 from tests.servers.tls import make_certificate
 
 IMAGE: Final = "registry.example/keepstep:1"
-_START_SECONDS: Final = 60.0
-_END_SECONDS: Final = 60.0
 
 
 class WebhookProcess:
@@ -61,7 +60,7 @@ class WebhookProcess:
             connection.close()
         if self.process.poll() is None:
             self.process.kill()
-            self.process.wait(_END_SECONDS)
+            self.process.wait(HANG_SECONDS)
 
     def start(self, *, wait: bool = True) -> None:
         with self._log_path.open("ab") as log:
@@ -70,7 +69,7 @@ class WebhookProcess:
             self.wait_serving()
 
     def wait_serving(self) -> None:
-        wait_until(self._serves, _START_SECONDS, "the webhook serves")
+        wait_until(self._serves, HANG_SECONDS, "the webhook serves")
 
     @property
     def process(self) -> "subprocess.Popen[bytes]":
@@ -82,7 +81,7 @@ class WebhookProcess:
 
     def wait(self) -> int:
         """Its exit code."""
-        return self.process.wait(_END_SECONDS)
+        return self.process.wait(HANG_SECONDS)
 
     def log_text(self) -> str:
         return self._log_path.read_text()
@@ -106,13 +105,13 @@ class WebhookProcess:
         context = ssl.create_default_context(cafile=self.authority if not authorities else authorities[0])
         for authority in authorities[1:]:
             context.load_verify_locations(authority)
-        connection = http.client.HTTPSConnection("127.0.0.1", self.port, timeout=30, context=context)
+        connection = http.client.HTTPSConnection("127.0.0.1", self.port, timeout=HANG_SECONDS, context=context)
         self._connections.append(connection)
         return connection
 
     def get(self, path: str) -> tuple[int, str]:
         """Of the port for probes."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.http_port, timeout=30)
+        connection = http.client.HTTPConnection("127.0.0.1", self.http_port, timeout=HANG_SECONDS)
         try:
             connection.request("GET", path)
             answer = connection.getresponse()
@@ -122,7 +121,9 @@ class WebhookProcess:
 
     def served(self) -> x509.Certificate:
         """What it serves with now, whoever trusts it."""
-        return x509.load_pem_x509_certificate(ssl.get_server_certificate(("127.0.0.1", self.port), timeout=30).encode())
+        return x509.load_pem_x509_certificate(
+            ssl.get_server_certificate(("127.0.0.1", self.port), timeout=HANG_SECONDS).encode()
+        )
 
     def _serves(self) -> bool:
         assert self.process.poll() is None, f"it ended with {self.process.returncode}:\n{self.log_text()}"

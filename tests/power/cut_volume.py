@@ -14,12 +14,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from tests.harness.bounds import HANG_SECONDS
 
 _SHUTDOWN = 2 << 30 | 4 << 16 | ord("X") << 8 | 125
 """EXT4_IOC_SHUTDOWN: _IOR('X', 125, __u32)."""
 _NO_LOG_FLUSH = 2
 _SIZE_BYTES = 256 << 20
-_COMMAND_SECONDS = 120
 
 
 class CutVolume:
@@ -77,6 +77,6 @@ def cut_volume(directory: Path) -> Iterator[CutVolume]:
 
 
 def _run(*command: str) -> None:
-    result = subprocess.run(command, capture_output=True, text=True, timeout=_COMMAND_SECONDS, check=False)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=HANG_SECONDS, check=False)
     if result.returncode:
         raise RuntimeError(f"{' '.join(command)}: {result.stderr.strip()}")

@@ -11,6 +11,7 @@ import pytest
 from tests.chaos.oracle import Oracle, Truth
 from tests.chaos.report import Report
 from tests.harness.agent_process import AgentProcess, wait_until
+from tests.harness.bounds import HANG_SECONDS
 from tests.power.cut_volume import CutVolume, cut_volume
 from tests.servers.fault_proxy import FaultProxy
 from tests.servers.server import Bucket
@@ -21,7 +22,6 @@ MIB = 1024 * 1024
 # Slow enough that something acknowledged is still to be sent whenever the power goes.
 BYTES_PER_SECOND = 4 * MIB
 LONGEST_MOMENT_SECONDS = 0.5
-WAIT_SECONDS = 300.0
 
 
 class Trainer:
@@ -44,13 +44,13 @@ class Trainer:
     def wait_begun(self, count: int) -> None:
         """Until so many checkpoints were begun."""
         for _ in range(count):
-            self._begun.get(timeout=WAIT_SECONDS)
+            self._begun.get(timeout=HANG_SECONDS)
 
     def kill(self) -> None:
         """SIGKILL; afterwards all it ever said is known."""
         self._process.kill()
-        self._process.wait(WAIT_SECONDS)
-        self._listener.join(WAIT_SECONDS)
+        self._process.wait(HANG_SECONDS)
+        self._listener.join(HANG_SECONDS)
 
     def _listen(self) -> None:
         assert self._process.stdout
@@ -81,7 +81,7 @@ def test_a_power_cut_tears_no_checkpoint_and_loses_none_that_was_acknowledged(
                 live_and_lose_power(agent, volume, life, truth, generator)
             fault_proxy.throttle(0)
             owed = truth.owed()
-            wait_until(lambda: seen(oracle) >= owed, WAIT_SECONDS, "all that was acknowledged is committed")
+            wait_until(lambda: seen(oracle) >= owed, HANG_SECONDS, "all that was acknowledged is committed")
             oracle.look(again=True)
     assert report.losses == []
     assert len(owed) >= CUTS, "little was acknowledged between the cuts"

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import grpc
 from tests.chaos.content import rank_files
+from tests.harness.bounds import HANG_SECONDS
 
 from keepstep_api.names import CHECKPOINT_DIRECTORY, SOCKET, STATE_DIRECTORY, socket_address
 from keepstep_api.v1 import agent_pb2, agent_pb2_grpc
 
-_CALL_SECONDS = 240.0
 STEPS_PER_LIFE = 1000
 
 
@@ -32,7 +32,7 @@ def main() -> None:
                 (path / name).parent.mkdir(parents=True, exist_ok=True)
                 (path / name).write_bytes(body)
             request = agent_pb2.AnnounceCheckpointRequest(path=str(path), step=step, save=save)
-            stub.AnnounceCheckpoint(request, timeout=_CALL_SECONDS)
+            stub.AnnounceCheckpoint(request, timeout=HANG_SECONDS)
             print(f"acknowledged {step} {save}", flush=True)
             shutil.rmtree(path)
 

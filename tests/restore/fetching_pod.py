@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from tests.fakes.fake_store import FakeStore
+from tests.harness.bounds import HANG_SECONDS
 
 from keepstep_agent.core.agent.events import Announced
 from keepstep_agent.core.model import SaveInfo
@@ -16,8 +17,6 @@ from keepstep_agent.core.settings.values import Settings, StoreSettings
 from keepstep_agent.ports import ObjectStore
 from keepstep_agent.restore.partial_copy import FileRange
 from keepstep_agent.runtime.work.fetches import Fetches, FetchProgress
-
-WAIT_SECONDS = 60.0
 
 
 class Pod:
@@ -27,10 +26,10 @@ class Pod:
         self.store, self.volume, self.fetches = store, volume, fetches
 
     async def fetch(self, info: SaveInfo, *ranges: FileRange) -> FetchProgress:
-        return await self.fetches.fetch(info.save, ranges, whole=not ranges, wait_seconds=WAIT_SECONDS)
+        return await self.fetches.fetch(info.save, ranges, whole=not ranges, wait_seconds=HANG_SECONDS)
 
     async def offered(self) -> list[int]:
-        found = await self.fetches.restorable(WAIT_SECONDS)
+        found = await self.fetches.restorable(HANG_SECONDS)
         assert found.committed is not None
         return [one.step for one in found.committed]
 
@@ -65,7 +64,7 @@ async def pod(
 
 
 async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(WAIT_SECONDS):
+    async with asyncio.timeout(HANG_SECONDS):
         while not holds():  # noqa: ASYNC110 - the disk tells nobody
             await asyncio.sleep(0.01)
 

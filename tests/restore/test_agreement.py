@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from tests.fakes.fake_store import FakeStore
+from tests.harness.bounds import HANG_SECONDS
 from tests.restore.stored_checkpoints import DAMAGE, all_files, flip_byte, store_checkpoint
 
 from keepstep_agent.core.errors import ErrorKind, RequestError, StoreError
@@ -13,8 +14,6 @@ from keepstep_agent.core.policies.restore_choice import Pin, decode_pin, encode_
 from keepstep_agent.core.stored.object_layout import file_key, marker_key, pin_key
 from keepstep_agent.ports import ObjectInfo, ObjectStore
 from keepstep_agent.restore.init_step import Restored, restore
-
-WAIT_SECONDS = 100.0
 
 
 async def pod(
@@ -24,7 +23,7 @@ async def pod(
     *,
     attempt: str = "job-1",
     named: bool = True,
-    pin_timeout_seconds: float = WAIT_SECONDS,
+    pin_timeout_seconds: float = HANG_SECONDS,
 ) -> Restored | None:
     """`named`: something tells the pods of the job apart."""
     volume = folder / f"pod-{node_rank}"
@@ -83,7 +82,7 @@ async def test_pods_that_start_together_fall_back_to_the_same_checkpoint(
 ) -> None:
     await store_checkpoint(any_store, 100)
     await DAMAGE[what](any_store, await store_checkpoint(any_store, 200))
-    async with asyncio.timeout(WAIT_SECONDS):
+    async with asyncio.timeout(HANG_SECONDS):
         restored = await asyncio.gather(*(pod(any_store, tmp_path, rank) for rank in range(4)))
     assert [step_of(one) for one in restored] == [100] * 4
 
@@ -210,7 +209,7 @@ async def test_a_place_that_cannot_be_part_of_a_key_is_refused(store: FakeStore,
 
 
 async def test_without_conditional_puts_the_others_wait_for_node_0(tmp_path: Path) -> None:
-    async with asyncio.timeout(WAIT_SECONDS):
+    async with asyncio.timeout(HANG_SECONDS):
         store = _SaysWhenWaiting()
         await store_checkpoint(store, 100)
         follower = asyncio.create_task(pod(store, tmp_path, 1))
@@ -279,7 +278,7 @@ async def test_a_pin_that_cannot_be_read_is_an_error_and_not_overruled(any_store
 
 async def test_pods_agree_on_real_stores(real_store: ObjectStore, tmp_path: Path) -> None:
     await store_checkpoint(real_store, 100)
-    async with asyncio.timeout(WAIT_SECONDS):
+    async with asyncio.timeout(HANG_SECONDS):
         restored = await asyncio.gather(*(pod(real_store, tmp_path, rank) for rank in range(2)))
     assert [step_of(one) for one in restored] == [100, 100]
     assert (await pinned(real_store)).step == 100

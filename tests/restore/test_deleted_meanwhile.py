@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from tests.fakes.fake_store import FakeStore
+from tests.harness.bounds import HANG_SECONDS
 from tests.restore.stored_checkpoints import flip_byte, store_checkpoint
 from tests.servers.fault_proxy import FaultProxy
 from tests.servers.faults import Fault, Rule
@@ -102,7 +103,11 @@ async def _fill(bucket: Bucket) -> tuple[SaveInfo, SaveInfo]:
 def _keepstep(command: str, bucket: Bucket, proxy: FaultProxy, *options: str) -> tuple[int, Any]:
     arguments = [command, bucket.destination, f"--endpoint-url={proxy.endpoint_url}", "--json", *options]
     completed = subprocess.run(
-        [sys.executable, "-m", "keepstep_agent", *arguments], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-m", "keepstep_agent", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=HANG_SECONDS,
+        check=False,
     )
     assert completed.stdout, completed.stderr
     return completed.returncode, json.loads(completed.stdout)

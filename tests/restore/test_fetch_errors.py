@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 from tests.fakes.fake_store import FakeStore
-from tests.restore.fetching_pod import WAIT_SECONDS, on_disk, pod
+from tests.harness.bounds import HANG_SECONDS
+from tests.restore.fetching_pod import on_disk, pod
 from tests.restore.stored_checkpoints import DAMAGE, all_files, flip_byte, store_checkpoint
 
 from keepstep_agent.core.errors import ErrorKind, RequestError, StoreError
@@ -63,7 +64,7 @@ async def test_an_unknown_save_or_file_is_the_callers_mistake(store: FakeStore, 
     info = await store_checkpoint(store, 100)
     async with pod(store, volume) as one:
         with pytest.raises(RequestError) as caught:
-            await one.fetches.fetch("nobody-1", [], whole=True, wait_seconds=WAIT_SECONDS)
+            await one.fetches.fetch("nobody-1", [], whole=True, wait_seconds=HANG_SECONDS)
         assert caught.value.kind is ErrorKind.UNKNOWN_SAVE
         with pytest.raises(RequestError) as caught:
             await one.fetch(info, FileRange(path="../../etc/passwd"))

@@ -8,7 +8,8 @@ from typing import Any, cast
 
 import pytest
 from tests.fakes.fake_store import FakeStore
-from tests.restore.fetching_pod import WAIT_SECONDS, announced, fetched, on_disk, pod, until
+from tests.harness.bounds import HANG_SECONDS
+from tests.restore.fetching_pod import announced, fetched, on_disk, pod, until
 from tests.restore.stored_checkpoints import (
     PART_BYTES,
     all_files,
@@ -66,7 +67,7 @@ async def test_whoever_asks_for_nothing_is_told_the_files_and_the_place(store: F
     info = await store_checkpoint(store, 100, world_size=2)
     async with pod(store, volume) as one:
         store.calls.clear()
-        told = await one.fetches.fetch(info.save, [], whole=False, wait_seconds=WAIT_SECONDS)
+        told = await one.fetches.fetch(info.save, [], whole=False, wait_seconds=HANG_SECONDS)
         assert set(told.files) == set(all_files(100, ranks=2))
         assert told.path == volume / "checkpoints" / "checkpoint-100"
         assert fetched(store) == []

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from tests.fakes.fake_store import FakeStore
+from tests.harness.bounds import HANG_SECONDS
 from tests.restore import stored_checkpoints
 from tests.restore.restored_volume import content
 from tests.restore.stored_checkpoints import flip_byte, rank_files, store_packed_checkpoint, truncate
@@ -25,9 +26,6 @@ from keepstep_agent.core.settings.values import RetentionSettings
 from keepstep_agent.core.stored.object_layout import manifest_key, marker_key, pack_key
 from keepstep_agent.ports import ObjectStore
 from keepstep_agent.restore.init_step import Restored, restore
-
-HANG_SECONDS = 20.0
-"""What a test waits for at most, and what hangs because of a fault."""
 
 
 def small_files(step: int) -> dict[str, bytes]:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from tests.fakes.fake_store import FakeStore
+from tests.harness.bounds import HANG_SECONDS
 from tests.restore.restored_volume import content, leftovers, record, run
 from tests.restore.stored_checkpoints import all_files, rank_files, store_checkpoint
 
@@ -169,7 +170,7 @@ from keepstep_agent.restore.init_step import restore
 def hang_midway(name, done_bytes, total_bytes):
     if done_bytes > total_bytes // 2:
         print("midway", flush=True)
-        time.sleep(60)
+        time.sleep(600)
 
 async def main(destination, volume):
     async with open_store(StoreSettings(destination=destination)) as store:
@@ -199,7 +200,7 @@ def killed_midway(tmp_path: Path, volume: Path) -> str:
         assert any(line == "midway\n" for line in process.stdout)
     finally:
         process.send_signal(signal.SIGKILL)
-        process.communicate(timeout=30)
+        process.communicate(timeout=HANG_SECONDS)
     return destination
 
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tests.harness.bounds import HANG_SECONDS
 from tests.restore.restored_volume import content
 from tests.restore.stored_checkpoints import all_files, store_checkpoint
 from tests.servers.fault_proxy import FaultProxy
@@ -95,7 +96,7 @@ async def test_a_store_that_goes_away_midway_is_an_error_and_nothing_is_half_mad
 
 async def test_pods_that_start_together_agree_on_ceph(ceph_bucket: Bucket, tmp_path: Path) -> None:
     await fill(ceph_bucket.settings(), 100, 200)
-    async with asyncio.timeout(100):
+    async with asyncio.timeout(HANG_SECONDS):
         restored = await asyncio.gather(
             *(
                 run(ceph_bucket.settings(), tmp_path / f"pod-{rank}", attempt="job-1", node_rank=rank)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from tests.core.play import settings
+from tests.harness.bounds import HANG_SECONDS
 
 from keepstep_agent.core.errors import ErrorKind, VolumeError
 from keepstep_agent.runtime.process import app
@@ -22,7 +23,7 @@ async def test_signals_are_heard_while_a_long_journal_is_replayed(
     def recover(*_: Any) -> None:
         # As a signal's handler is called: by the event loop.
         loop.call_soon_threadsafe(heard.set)
-        assert heard.wait(20), "the event loop waits for the journal"
+        assert heard.wait(HANG_SECONDS), "the event loop waits for the journal"
         raise VolumeError(ErrorKind.VOLUME_UNUSABLE, "enough", hint="")
 
     monkeypatch.setattr(app, "recover", recover)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from tests.core.play import Play
 from tests.fakes.fake_journal import FakeJournal
+from tests.harness.bounds import HANG_SECONDS
 
 from keepstep_agent.adapters.volume.staging_area import LocalStagingArea
 from keepstep_agent.core.agent.commands import Command, Stage
@@ -38,7 +39,7 @@ async def test_a_rank_whose_save_failed_and_was_announced_again_by_another_is_to
             staging=LocalStagingArea(tmp_path),
             workers=executor,
         )
-        async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
+        async with asyncio.timeout(HANG_SECONDS), asyncio.TaskGroup() as tasks:
             running = tasks.create_task(engine.run(lambda command: None))
             first = tasks.create_task(_outcome(announcements, 0))
             await engine.until(lambda state: "save" in state.checkpoints)
@@ -100,7 +101,7 @@ class _Agent:
 async def _agent(volume: Path) -> AsyncIterator[_Agent]:
     with ThreadPoolExecutor(1) as executor:
         agent = _Agent(volume, executor)
-        async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
+        async with asyncio.timeout(HANG_SECONDS), asyncio.TaskGroup() as tasks:
             running = tasks.create_task(agent.engine.run(agent.commands.append))
             try:
                 yield agent

@@ -4,6 +4,7 @@ import asyncio
 from typing import Any, cast
 
 import pytest
+from tests.harness.bounds import HANG_SECONDS
 
 from keepstep_agent.core.agent.disk_pressure import Admission
 from keepstep_agent.core.agent.events import Event, SaveAborted, SaveBegun
@@ -49,7 +50,7 @@ async def test_a_save_whose_caller_is_gone_is_aborted_for_it() -> None:
         monitors=cast(Any, _Sensors()),
     )
     call = asyncio.ensure_future(service.BeginSave(agent_pb2.BeginSaveRequest(step=7, attempt="a"), None))
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(HANG_SECONDS):
         await engine.taken.wait()
     call.cancel()
     with pytest.raises(asyncio.CancelledError):

@@ -13,7 +13,8 @@ from typing import cast
 
 from structlog.testing import capture_logs
 from tests.core.play import settings
-from tests.runtime.patience import LIMIT_SECONDS, until
+from tests.harness.bounds import HANG_SECONDS
+from tests.runtime.patience import until
 from tests.servers.scripted import Asked, ScriptedServer, response
 
 from keepstep_agent.core.agent.events import Event, NewsDue
@@ -117,7 +118,7 @@ async def test_a_redirect_is_not_followed_and_said_once() -> None:
 
 async def test_a_receiver_that_hangs_is_asked_again_and_holds_up_no_other() -> None:
     async def hang(asked: Asked, writer: asyncio.StreamWriter) -> None:
-        await asyncio.sleep(LIMIT_SECONDS)
+        await asyncio.sleep(HANG_SECONDS)
 
     async with ScriptedServer(hang) as server:
         events = EventSettings(event_url=server.url, event_command="true", event_timeout_seconds=5.0)
@@ -154,7 +155,7 @@ async def test_a_command_gets_the_event_and_runs_again_until_it_succeeds(tmp_pat
         "import pathlib, sys; log = pathlib.Path(sys.argv[1]); text = sys.stdin.read();"
         "log.open('a').write(text + '\\n'); sys.exit(len(log.read_text().splitlines()) < 3)"
     )
-    owing = Owing(EventSettings(event_command=command(program, tmp_path / "log"), event_timeout_seconds=LIMIT_SECONDS))
+    owing = Owing(EventSettings(event_command=command(program, tmp_path / "log"), event_timeout_seconds=HANG_SECONDS))
     await owing.commits("a")
     async with telling(owing):
         await until(lambda: not owing.owes(Receiver.COMMAND))

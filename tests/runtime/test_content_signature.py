@@ -5,6 +5,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from tests.harness.bounds import HANG_SECONDS
 
 from keepstep_agent.adapters.volume.content_check import content_signature
 from keepstep_agent.core.errors import ErrorKind, KeepstepError
@@ -44,7 +45,7 @@ def test_what_the_trainer_rotates_meanwhile_is_at_most_missing(tmp_path: Path) -
                 kinds.add(error.kind)
     finally:
         stop.set()
-        trainer.join(10)
+        trainer.join(HANG_SECONDS)
     assert kinds <= {ErrorKind.FILE_MISSING}
 
 

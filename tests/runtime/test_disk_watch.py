@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from tests.harness.bounds import HANG_SECONDS
 
 from keepstep_agent.adapters.volume.disk import VolumeMeter
 from keepstep_agent.ports import DiskReading
@@ -17,7 +18,6 @@ from keepstep_agent.runtime.monitors import monitors
 from keepstep_agent.runtime.monitors.monitors import Monitors
 
 _WALK_SECONDS = 0.03
-_BOUND_SECONDS = 60.0
 
 
 class _Engine:
@@ -69,7 +69,7 @@ async def test_a_walk_that_takes_long_is_followed_by_a_longer_rest(
     )
     watching = asyncio.create_task(watched.watch_disk())
     try:
-        async with asyncio.timeout(_BOUND_SECONDS):
+        async with asyncio.timeout(HANG_SECONDS):
             await enough.wait()
     finally:
         watching.cancel()

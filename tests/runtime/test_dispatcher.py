@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from tests.harness.bounds import HANG_SECONDS
+
 from keepstep_agent.adapters.rate_limit import RateLimiter
 from keepstep_agent.adapters.volume.staging_area import LocalStagingArea
 from keepstep_agent.core.agent.commands import CancelWork, CheckSent, Command, CreateUpload, PutFile, Release
@@ -21,8 +23,6 @@ from keepstep_agent.runtime.work.duplicate_save_guard import DuplicateSaveGuard
 from keepstep_agent.runtime.work.pruner import Pruner
 from keepstep_agent.runtime.work.ready_store import ReadyStore
 from keepstep_agent.runtime.work.reconciler import Reconciler
-
-HANG_SECONDS = 30.0
 
 
 async def _events_of(

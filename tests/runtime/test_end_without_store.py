@@ -11,6 +11,7 @@ from typing import Any, cast
 import pytest
 from tests.adapters.test_unannounced import keep
 from tests.core.play import Play, settings
+from tests.harness.bounds import HANG_SECONDS
 
 from keepstep_agent.core.agent.events import Event, RanksSeen, StopRequested, TerminationNoticed
 from keepstep_agent.core.settings.values import Settings, TerminationSettings
@@ -22,8 +23,6 @@ from keepstep_agent.runtime.monitors.unannounced import UnannouncedRecovery
 from keepstep_agent.runtime.work.announcements import Announcement
 from keepstep_api.names import CHECKPOINT_DIRECTORY
 from keepstep_api.v1 import agent_pb2
-
-_LIMIT_SECONDS = 60.0
 
 
 class _SilentStore:
@@ -122,7 +121,7 @@ async def test_a_sigterm_is_a_notice_before_the_store_is_asked(
 ) -> None:
     monkeypatch.setattr(monitors, "_ASKING_SECONDS", 0.0)
     agent = _Agent(tmp_path, executor)
-    async with asyncio.timeout(_LIMIT_SECONDS):
+    async with asyncio.timeout(HANG_SECONDS):
         await agent.monitors.stop("SIGTERM")
     assert agent.engine.news == [NOTICE, RANKS, "step 100", STOP]
 
@@ -130,7 +129,7 @@ async def test_a_sigterm_is_a_notice_before_the_store_is_asked(
 async def test_a_notice_does_not_wait_for_a_store_that_is_silent(tmp_path: Path, executor: ThreadPoolExecutor) -> None:
     agent = _Agent(tmp_path, executor)
     request = agent_pb2.NotifyTerminationRequest(source="preStop", grace_seconds=30.0)
-    async with asyncio.timeout(_LIMIT_SECONDS):
+    async with asyncio.timeout(HANG_SECONDS):
         await agent.service.NotifyTermination(request, None)
     assert agent.engine.news == [NOTICE, RANKS]
 
@@ -141,7 +140,7 @@ async def test_a_volume_that_hangs_does_not_keep_the_agent_past_its_deadline(
     monkeypatch.setattr(monitors, "_ASKING_SECONDS", 0.0)
     agent = _Agent(tmp_path, executor, grace_seconds=0.1)
     agent.announcements.hangs = True
-    async with asyncio.timeout(_LIMIT_SECONDS):
+    async with asyncio.timeout(HANG_SECONDS):
         await agent.monitors.stop("SIGTERM")
     assert agent.engine.news == [NOTICE, RANKS, STOP]
 
@@ -151,7 +150,7 @@ async def test_ranks_are_watched_while_the_store_is_being_opened(tmp_path: Path,
     looking = asyncio.create_task(agent.monitors.watch_unannounced())
     watching = asyncio.create_task(agent.monitors.watch_ranks(None))
     try:
-        async with asyncio.timeout(_LIMIT_SECONDS):
+        async with asyncio.timeout(HANG_SECONDS):
             await agent.store.asked.wait()
             await agent.engine.told.wait()
     finally:

@@ -7,6 +7,7 @@ import grpc
 import pytest
 from google.rpc import error_details_pb2, status_pb2
 from structlog.testing import capture_logs
+from tests.harness.bounds import HANG_SECONDS
 
 from keepstep_agent.core.errors import ErrorKind, KeepstepError
 from keepstep_agent.runtime.api.errors import STATUS, ErrorsAnswered, status_of
@@ -93,8 +94,8 @@ async def test_whatever_a_method_raises_is_answered_with_a_status(
         stub = agent_pb2_grpc.AgentStub(channel)
         with capture_logs() as logs:
             with pytest.raises(grpc.aio.AioRpcError) as one:
-                await stub.RequestSave(agent_pb2.RequestSaveRequest(), timeout=10)
-            stream = stub.WatchStatus(agent_pb2.WatchStatusRequest(), timeout=10)
+                await stub.RequestSave(agent_pb2.RequestSaveRequest(), timeout=HANG_SECONDS)
+            stream = stub.WatchStatus(agent_pb2.WatchStatusRequest(), timeout=HANG_SECONDS)
             assert (await stream.read()).agent_version == "first"
             with pytest.raises(grpc.aio.AioRpcError) as several:
                 await stream.read()

@@ -12,16 +12,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tests.harness.agent_process import AgentProcess, wait_until, write_checkpoint
+from tests.harness.bounds import HANG_SECONDS
 from tests.servers.fault_proxy import FaultProxy
 from tests.servers.process import free_port
 from tests.servers.server import Bucket
 
 from keepstep_agent.core.settings.values import MIB
 
-CALL_SECONDS = 30.0
-RUN_SECONDS = 100.0
-READY_SECONDS = 120.0
-UPLOAD_SECONDS = 240.0
 WAKES_PER_SECOND = 2
 """Looks are due seldom; a thread asks for the ranks' locks each second, and wakes nobody while they stay the same."""
 MOST_MEMORY_BYTES = 100 * MIB
@@ -40,7 +37,7 @@ def loaded(agent: AgentProcess) -> set[str]:
 
 
 def wait_ready(agent: AgentProcess) -> None:
-    wait_until(lambda: "store.probed" in agent.log_text(), READY_SECONDS, "the store is probed")
+    wait_until(lambda: "store.probed" in agent.log_text(), HANG_SECONDS, "the store is probed")
 
 
 def s3_agent(tmp_path: Path, bucket: Bucket, *, endpoint_url: str = "", **environment: str) -> AgentProcess:
@@ -56,7 +53,7 @@ def s3_agent(tmp_path: Path, bucket: Bucket, *, endpoint_url: str = "", **enviro
 def upload(agent: AgentProcess, step: int = 1, size_bytes: int = 100, count: int = 1) -> None:
     files = {f"model-{number}.bin": size_bytes for number in range(count)}
     source = write_checkpoint(agent.checkpoints / f"checkpoint-{step}", files)
-    agent.wait_committed(agent.announce(source, step).save, UPLOAD_SECONDS)
+    agent.wait_committed(agent.announce(source, step).save)
 
 
 def test_an_agent_loads_what_its_destination_needs_and_nothing_for_others(tmp_path: Path) -> None:
@@ -77,11 +74,11 @@ def test_an_agent_with_pages_loads_what_they_need_when_they_are_asked_for(tmp_pa
         http_address=address,
     ) as agent:
         wait_ready(agent)
-        wait_until(lambda: bool(agent.log("http.serving")), CALL_SECONDS, "the pages are served")
+        wait_until(lambda: bool(agent.log("http.serving")), HANG_SECONDS, "the pages are served")
         before = loaded(agent)
         assert before >= FOR_PAGES
         assert not before & (FOR_S3 | AT_THE_FIRST_SCRAPE | FOR_OTHERS)
-        urllib.request.urlopen(f"http://{address}/metrics", timeout=CALL_SECONDS).close()
+        urllib.request.urlopen(f"http://{address}/metrics", timeout=HANG_SECONDS).close()
         assert loaded(agent) >= AT_THE_FIRST_SCRAPE
 
 
@@ -121,7 +118,7 @@ def slow_import(directory: Path) -> Iterator[dict[str, str]]:
 def test_an_agent_serves_while_the_s3_library_is_being_loaded(tmp_path: Path, rclone_bucket: Bucket) -> None:
     gate = tmp_path / "gate"
     with slow_import(gate) as environment, s3_agent(tmp_path, rclone_bucket, **environment) as agent:
-        wait_until((gate / "reached").exists, READY_SECONDS, "the library is loaded before anything is announced")
+        wait_until((gate / "reached").exists, HANG_SECONDS, "the library is loaded before anything is announced")
         source = write_checkpoint(agent.checkpoints / "checkpoint-1", {"model.bin": 100})
         save = agent.announce(source, 1).save
         assert agent.status().checkpoints
@@ -133,9 +130,9 @@ def test_an_agent_serves_while_the_s3_library_is_being_loaded(tmp_path: Path, rc
 def test_an_agent_that_is_told_to_end_does_not_wait_for_a_library(tmp_path: Path, rclone_bucket: Bucket) -> None:
     gate = tmp_path / "gate"
     with slow_import(gate) as environment, s3_agent(tmp_path, rclone_bucket, **environment) as agent:
-        wait_until((gate / "reached").exists, READY_SECONDS, "the library is being loaded")
+        wait_until((gate / "reached").exists, HANG_SECONDS, "the library is being loaded")
         agent.terminate()
-        assert agent.wait(CALL_SECONDS) == 0
+        assert agent.wait(HANG_SECONDS) == 0
 
 
 def test_a_store_that_is_down_at_the_start_is_said_and_asked_again_when_needed(
@@ -143,7 +140,7 @@ def test_a_store_that_is_down_at_the_start_is_said_and_asked_again_when_needed(
 ) -> None:
     fault_proxy.outage(True)
     with s3_agent(tmp_path, rclone_bucket, endpoint_url=fault_proxy.endpoint_url) as agent:
-        wait_until(lambda: "store.not_ready" in agent.log_text(), READY_SECONDS, "the outage is said")
+        wait_until(lambda: "store.not_ready" in agent.log_text(), HANG_SECONDS, "the outage is said")
         assert "unreachable" in agent.log_text()
         fault_proxy.outage(False)
         upload(agent)
@@ -166,7 +163,7 @@ def test_an_idle_agent_wakes_no_more_often_than_its_looks_are_due(tmp_path: Path
     (volume / "checkpoints").mkdir(parents=True)
     command = [sys.executable, "-m", "tests.harness.hurried_agent", "agent", f"--volume={volume}"]
     command += [f"--destination=file://{tmp_path}/bucket", f"--http-address=127.0.0.1:{free_port()}"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=RUN_SECONDS)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_SECONDS)
     assert done.returncode == 0, done.stderr
     counted = json.loads(done.stdout)
     assert counted["seconds"] >= 60

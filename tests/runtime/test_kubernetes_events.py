@@ -10,7 +10,8 @@ import pytest
 from structlog.testing import capture_logs
 from tests.core.play import Play
 from tests.fakes.fake_cluster import FakeCluster
-from tests.runtime.patience import LIMIT_SECONDS, until
+from tests.harness.bounds import HANG_SECONDS
+from tests.runtime.patience import until
 
 from keepstep_agent.core.agent.events import Committed, Failed, StepSeen, WorkFailed
 from keepstep_agent.core.agent.reducer import advance
@@ -188,7 +189,7 @@ async def test_the_last_words_do_not_wait_for_a_cluster_that_does_not_answer(pod
             await asyncio.Event().wait()
 
     news = KubernetesEvents(cluster=Deaf(), clock=StillClock())
-    async with asyncio.timeout(LIMIT_SECONDS):
+    async with asyncio.timeout(HANG_SECONDS):
         await news.last_words(["checkpoint-20"])
 
 

@@ -10,7 +10,8 @@ from structlog.testing import capture_logs
 from tests.core.play import Play, settings
 from tests.fakes.fake_ready_store import FakeReadyStore, StoreClock
 from tests.fakes.fake_store import FakeStore
-from tests.runtime.patience import LIMIT_SECONDS, until
+from tests.harness.bounds import HANG_SECONDS
+from tests.runtime.patience import until
 
 from keepstep_agent.catalog.ledger import read_ledger
 from keepstep_agent.core.agent.commands import Exit
@@ -280,7 +281,7 @@ async def test_the_agents_end_does_not_wait_for_a_store_that_is_away() -> None:
     agent.starts()
     agent.ready.opened.clear()
     with capture_logs() as logs:
-        async with asyncio.timeout(LIMIT_SECONDS):
+        async with asyncio.timeout(HANG_SECONDS):
             await agent.writer.last_words(Exit(code=0, lost=()))
     assert [line["event"] for line in logs] == ["ledger.end_not_written"]
 

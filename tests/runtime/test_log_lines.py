@@ -5,9 +5,11 @@ import subprocess
 import sys
 
 import pytest
+from tests.harness.bounds import HANG_SECONDS
 
 _LOG = """
 import structlog
+from tests.harness.bounds import HANG_SECONDS
 from keepstep_agent.runtime.engine.logs import configure_logs
 configure_logs({log_format!r})
 structlog.get_logger().info("agent.serving", volume="/volume")
@@ -28,7 +30,7 @@ def test_a_line_and_its_end_are_one_write(program: str) -> None:
     reader, writer = os.pipe2(os.O_DIRECT)
     with os.fdopen(reader, "rb", buffering=0) as written:
         with os.fdopen(writer, "wb") as stderr:
-            subprocess.run([sys.executable, "-c", program], stderr=stderr, check=True, timeout=60)
+            subprocess.run([sys.executable, "-c", program], stderr=stderr, check=True, timeout=HANG_SECONDS)
         line = written.read(4096)
         assert line.endswith(b"\n")
         assert written.read(4096) == b""

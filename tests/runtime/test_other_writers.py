@@ -7,6 +7,7 @@ from structlog.testing import capture_logs
 from tests.core.play import Play
 from tests.fakes.fake_ready_store import FakeReadyStore, StoreClock
 from tests.fakes.fake_store import FakeStore
+from tests.harness.bounds import HANG_SECONDS
 from tests.restore.stored_checkpoints import store_checkpoint
 
 from keepstep_agent.core.agent.events import Committed
@@ -33,7 +34,7 @@ class _Agent:
         """The other saves that it warns of, once it has looked at all it has heard of."""
         with capture_logs() as logs:
             looking = asyncio.ensure_future(self.others.watch())
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(HANG_SECONDS):
                 # It has looked at everything when it waits for more, or for ever.
                 before = -1
                 while before != len(self.store.calls):

@@ -9,8 +9,7 @@ from typing import TypeVar
 import psutil
 import pytest
 from tests.harness.agent_process import AgentProcess, write_checkpoint
-
-END_SECONDS = 60.0
+from tests.harness.bounds import HANG_SECONDS
 
 T = TypeVar("T")
 
@@ -53,7 +52,7 @@ def test_every_thread_of_the_agent_goes_behind_the_others_as_far_as_the_settings
         assert of_those_alive(nice_of, threads) == {min(19, ours + 3)}
         assert of_those_alive(io_priority_of, threads) == {expected}
         agent.terminate()
-        assert agent.wait(END_SECONDS) == 0
+        assert agent.wait(HANG_SECONDS) == 0
     assert not agent.log("priority.refused")
 
 

@@ -10,6 +10,7 @@ from structlog.testing import capture_logs
 from tests.core.play import Play
 from tests.fakes.fake_ready_store import FakeReadyStore, StoreClock
 from tests.fakes.fake_store import FakeStore
+from tests.harness.bounds import HANG_SECONDS
 from tests.restore.stored_checkpoints import store_checkpoint
 
 from keepstep_agent.catalog.markers import list_committed
@@ -25,7 +26,6 @@ from keepstep_agent.runtime.work import pruner
 from keepstep_agent.runtime.work.pruner import LeftoverRemover, Pruner
 
 DAY = 24 * 3600.0
-_LIMIT_SECONDS = 60.0
 
 
 class _MayNotDelete(FakeStore):
@@ -53,7 +53,7 @@ async def _calls_after_a_commit(store: FakeStore, settings: RetentionSettings, *
     watching = asyncio.ensure_future(remover.watch())
     for _ in range(2):
         remover.hear(play.state, Committed(at=play.now, work=WorkId(Operation.COMMIT, "save")))
-        async with asyncio.timeout(_LIMIT_SECONDS):
+        async with asyncio.timeout(HANG_SECONDS):
             before = -1
             while before != len(store.calls):
                 before = len(store.calls)

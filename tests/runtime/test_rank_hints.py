@@ -4,11 +4,12 @@ import asyncio
 import sys
 from pathlib import Path
 
+from tests.harness.bounds import HANG_SECONDS
+
 from keepstep_agent.adapters.liveness import RankLocks
 from keepstep_agent.runtime.monitors.ranks import rank_hints
 from keepstep_api.names import RANKS_DIRECTORY, STATE_DIRECTORY
 
-HINT_SECONDS = 30.0
 TRAINER = """
 import fcntl, sys
 with open(sys.argv[1], "w") as lock:
@@ -18,7 +19,7 @@ with open(sys.argv[1], "w") as lock:
 
 
 async def hinted(hint: asyncio.Event) -> None:
-    async with asyncio.timeout(HINT_SECONDS):
+    async with asyncio.timeout(HANG_SECONDS):
         await hint.wait()
     hint.clear()
 

@@ -14,6 +14,7 @@ from tests.adapters.test_unannounced import keep
 from tests.core.play import Play, settings
 from tests.fakes.fake_ready_store import FakeReadyStore
 from tests.fakes.fake_store import FakeStore
+from tests.harness.bounds import HANG_SECONDS
 from tests.restore.stored_checkpoints import store_checkpoint
 
 from keepstep_agent.adapters.volume.content_check import content_signature
@@ -52,7 +53,7 @@ async def _rescued(volume: Path, store: FakeStore, *, looks: int = 1) -> Sequenc
 async def _announced(volume: Path, store: FakeStore, *, looks: int = 1) -> _Announced:
     announced = _Announced()
     with _unannounced(volume, announced, FakeReadyStore(store), _Engine()) as unannounced:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(HANG_SECONDS):
             for _ in range(looks):
                 await unannounced.look()
     return announced
@@ -169,7 +170,7 @@ async def test_where_time_is_short_what_the_store_does_not_say_is_announced(tmp_
     announced, opened = _Announced(), FakeReadyStore(FakeStore())
     opened.opened.clear()
     with _unannounced(tmp_path, announced, opened, _Engine()) as unannounced:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(HANG_SECONDS):
             await unannounced.look(asking_seconds=0.0)
     assert announced.steps == [100]
 
@@ -181,7 +182,7 @@ async def test_what_is_announced_while_the_store_is_asked_supersedes_what_is_old
     announced, opened, engine = _Announced(), FakeReadyStore(FakeStore()), _Engine()
     opened.opened.clear()
     with _unannounced(tmp_path, announced, opened, engine) as unannounced:
-        async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
+        async with asyncio.timeout(HANG_SECONDS), asyncio.TaskGroup() as tasks:
             tasks.create_task(unannounced.look())
             await opened.asked.wait()
             engine.play.announce("a-200")

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from tests.core.play import Play, settings
 from tests.fakes.fake_journal import FakeJournal
+from tests.harness.bounds import HANG_SECONDS
 
 from keepstep_agent.adapters.volume.staging_area import LocalStagingArea
 from keepstep_agent.core.agent.commands import Command, Release
@@ -22,8 +23,6 @@ from keepstep_agent.runtime.engine.event_codec import decode_event, encode_event
 from keepstep_agent.runtime.engine.journaling import recover
 from keepstep_agent.runtime.process.app import SystemClock
 from keepstep_agent.runtime.work.announcements import Announcement, Announcements
-
-_LIMIT_SECONDS = 60
 
 
 class _FullJournal(FakeJournal):
@@ -71,7 +70,7 @@ _NOBODYS = WorkId(Operation.SEND_PART, "nobody's")
 async def _running(play: Play, unjournaled: Sequence[bytes] = ()) -> AsyncIterator[_Agent]:
     with ThreadPoolExecutor(1) as executor:
         agent = _Agent(play, executor, unjournaled)
-        async with asyncio.timeout(_LIMIT_SECONDS), asyncio.TaskGroup() as tasks:
+        async with asyncio.timeout(HANG_SECONDS), asyncio.TaskGroup() as tasks:
             running = tasks.create_task(agent.engine.run(agent.commands.append))
             yield agent
             running.cancel()

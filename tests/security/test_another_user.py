@@ -11,6 +11,7 @@ from shutil import which
 
 import pytest
 from tests.harness.agent_process import AgentProcess, write_checkpoint
+from tests.harness.bounds import HANG_SECONDS
 
 pytestmark = [
     pytest.mark.root,
@@ -37,7 +38,11 @@ def try_as_another(agent: AgentProcess, command: str) -> bool:
     """Whether a shell command that another user runs on the volume succeeds."""
     line = [f"--reuid={ANOTHER}", f"--regid={ANOTHER}", "--clear-groups", "--no-new-privs", "--bounding-set=-all"]
     done = subprocess.run(
-        ["setpriv", *line, "sh", "-c", command], cwd=agent.volume, capture_output=True, timeout=60, check=False
+        ["setpriv", *line, "sh", "-c", command],
+        cwd=agent.volume,
+        capture_output=True,
+        timeout=HANG_SECONDS,
+        check=False,
     )
     return done.returncode == 0
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from tests.harness.agent_process import AgentProcess, wait_until, write_checkpoint
+from tests.harness.bounds import HANG_SECONDS
 
 from keepstep_agent.core.agent.events import Announced
 from keepstep_agent.core.limits import LOCAL_RANKS, WORLD_SIZE
@@ -53,7 +54,9 @@ def test_records_beyond_all_limits_hang_no_agent_and_hide_no_checkpoint(agent: A
     # Of all of them it is the last to be announced.
     write_record(agent, "good", saved_at=2.0)
     agent.start()
-    wait_until(lambda: agent.status().newest_committed.save == "save-of-good", 60, "the good one is committed")
+    wait_until(
+        lambda: agent.status().newest_committed.save == "save-of-good", HANG_SECONDS, "the good one is committed"
+    )
     assert "Traceback" not in agent.log_text()
     assert len({line["record"] for line in agent.log("unannounced.record_unreadable")}) == 7
     assert not agent.log("unannounced.refused")
@@ -92,7 +95,7 @@ def test_descriptors_beyond_all_limits_hang_no_agent_and_hide_no_checkpoint(tmp_
         for journal in (slow.volume / ".keepstep").rglob("journal.sqlite3*"):
             journal.unlink()
     with AgentProcess(tmp_path / "volume", destination, watch="off", warm=False) as agent:
-        wait_until(lambda: agent.status().newest_committed.save == save, 60, "the good one is committed")
+        wait_until(lambda: agent.status().newest_committed.save == save, HANG_SECONDS, "the good one is committed")
         assert "Traceback" not in agent.log_text()
         assert len(agent.log("staging.descriptor_unreadable")) == 4
         assert agent.memory_bytes("VmHWM") < 200 * 1024**2

@@ -18,7 +18,8 @@ from pathlib import Path
 
 import grpc
 import pytest
-from tests.harness.agent_process import AgentProcess, tree, wait_until, write_checkpoint
+from tests.harness.agent_process import AgentProcess, tree, write_checkpoint
+from tests.harness.bounds import HANG_SECONDS
 from tests.harness.deep_folders import deep_folders
 
 from keepstep_agent.core.agent.events import Announced
@@ -79,7 +80,7 @@ def meanwhile(act: Callable[[], None]) -> Iterator[None]:
         yield
     finally:
         stop.set()
-        trainer.join(30)
+        trainer.join(HANG_SECONDS)
 
 
 def announce_often(agent: AgentProcess, path: Path) -> None:
@@ -140,7 +141,7 @@ def test_a_forged_descriptor_brings_nothing_into_the_bucket_that_is_not_on_the_v
     with AgentProcess(tmp_path / "volume", destination, watch="off") as agent:
         save_honestly(agent, 2)
         agent.terminate()
-        agent.wait(60)
+        agent.wait(HANG_SECONDS)
     assert SECRET not in stored_bytes(tmp_path)
     # It was read as a descriptor, and failed by its pin.
     assert FORGED in agent.log_text()
@@ -215,8 +216,7 @@ def test_a_link_in_the_place_of_the_staged_folder_deletes_nothing_of_another_run
     shutil.rmtree(staged, ignore_errors=True)
     staged.symlink_to(other_run)
     agent.start(wait=False)
-    wait_until(lambda: agent.process.poll() is not None or "cannot scan" in agent.log_text(), 60, "the agent refuses")
-    agent.wait(60)
+    agent.wait(HANG_SECONDS)
     assert tree(other_run) == before
     assert str(staged.relative_to(agent.volume)) in agent.log_text()
     staged.unlink()
@@ -236,13 +236,13 @@ def test_a_link_in_the_place_of_restores_own_folders_deletes_nothing_of_another_
     mine.symlink_to(other_run)
     shutil.rmtree(agent.checkpoints)
     line = [sys.executable, "-m", "keepstep_agent", "restore", agent.destination, f"--volume={agent.volume}"]
-    refused = subprocess.run(line, capture_output=True, text=True, timeout=120, check=False)
+    refused = subprocess.run(line, capture_output=True, text=True, timeout=HANG_SECONDS, check=False)
     assert tree(other_run) == before
     assert refused.returncode != 0
     assert "Traceback" not in refused.stderr
     assert "hint" in refused.stderr
     mine.unlink()
-    assert subprocess.run(line, capture_output=True, timeout=120, check=False).returncode == 0
+    assert subprocess.run(line, capture_output=True, timeout=HANG_SECONDS, check=False).returncode == 0
     assert (agent.checkpoints / "checkpoint-1" / "model.bin").stat().st_size == 5000
 
 
@@ -257,7 +257,7 @@ def test_a_link_in_the_place_of_a_file_of_ours_changes_nothing_where_it_leads(
     mine.symlink_to(other_run / "checkpoint-8" / "weights.bin")
     agent.start(wait=False)
     if name == "destination":
-        assert agent.wait(60) != 0
+        assert agent.wait(HANG_SECONDS) != 0
         assert "Traceback" not in agent.log_text()
     else:
         agent.wait_serving()
@@ -297,7 +297,7 @@ def test_a_link_in_the_place_of_what_was_resumed_changes_nothing_where_it_leads(
     before = tree(other_run)
     (agent.volume / ".keepstep" / "agent" / name).symlink_to(other_run / "checkpoint-8" / "weights.bin")
     line = [sys.executable, "-m", "keepstep_agent", "restore", agent.destination, f"--volume={agent.volume}"]
-    assert subprocess.run(line, capture_output=True, timeout=120, check=False).returncode == 0
+    assert subprocess.run(line, capture_output=True, timeout=HANG_SECONDS, check=False).returncode == 0
     assert tree(other_run) == before
     resumed = agent.volume / ".keepstep" / "agent" / "resumed.json"
     assert not resumed.is_symlink()
@@ -329,7 +329,7 @@ def test_a_folder_of_any_depth_in_the_place_of_what_restore_gathers_ends_no_rest
     shutil.rmtree(agent.checkpoints)
     with deep_folders(agent.volume / ".keepstep" / "incoming" / "x") as deep:
         line = [sys.executable, "-m", "keepstep_agent", "restore", agent.destination, f"--volume={agent.volume}"]
-        restored = subprocess.run(line, capture_output=True, text=True, timeout=120, check=False)
+        restored = subprocess.run(line, capture_output=True, text=True, timeout=HANG_SECONDS, check=False)
         assert "Traceback" not in restored.stderr
         assert restored.returncode == 0
         assert not deep.exists()

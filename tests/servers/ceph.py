@@ -10,11 +10,11 @@ import subprocess
 import uuid
 from pathlib import Path
 
+from tests.harness.bounds import HANG_SECONDS
 from tests.servers.process import Daemon, free_port, wait_until
 from tests.servers.server import ACCESS_KEY, SECRET_KEY
 
 _PROGRAMS = ("ceph", "ceph-authtool", "ceph-mon", "ceph-osd", "monmaptool", "radosgw", "radosgw-admin")
-_COMMAND_SECONDS = 60
 _TRIES = 10
 _NOT_ASKED = "problem getting command descriptions"
 """A busy monitor turned the program away before it could ask for anything."""
@@ -133,7 +133,7 @@ class CephServer:
         options = [] if program in ("ceph-authtool", "monmaptool") else ["-c", f"{self._directory}/ceph.conf"]
         for _ in range(_TRIES):
             result = subprocess.run(
-                [program, *options, *arguments], capture_output=True, text=True, timeout=_COMMAND_SECONDS, check=False
+                [program, *options, *arguments], capture_output=True, text=True, timeout=HANG_SECONDS, check=False
             )
             if result.returncode == 0:
                 return

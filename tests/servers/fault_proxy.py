@@ -17,13 +17,13 @@ from collections.abc import Callable
 from typing import Final
 
 from awscrt import checksums
+from tests.harness.bounds import HANG_SECONDS
 from tests.servers.faults import Fault, Request, Rule
 from tests.servers.tls import Certificate
 
 _CHUNK_BYTES: Final = 64 * 1024
 _HEAD_LIMIT_BYTES: Final = 256 * 1024
 _RECEIVE_BUFFER_BYTES: Final = 128 * 1024
-_START_SECONDS: Final = 10.0
 _CATCH_UP_SECONDS: Final = 0.5
 """A throttled store that was not given a processor for so long makes up for it, so that its rate is what was asked."""
 
@@ -58,13 +58,13 @@ class FaultProxy:
 
     def start(self) -> None:
         self._thread.start()
-        if not self._ready.wait(_START_SECONDS):
+        if not self._ready.wait(HANG_SECONDS):
             raise TimeoutError("the fault proxy did not start")
 
     def stop(self) -> None:
         assert self._stopping
         self._call(self._stopping.set)
-        self._thread.join(_START_SECONDS)
+        self._thread.join(HANG_SECONDS)
 
     def add(self, rule: Rule) -> None:
         self._call(lambda: self._rules.append(rule))
@@ -106,7 +106,7 @@ class FaultProxy:
             done.set()
 
         self._loop.call_soon_threadsafe(run)
-        if not done.wait(_START_SECONDS):
+        if not done.wait(HANG_SECONDS):
             raise TimeoutError("the fault proxy does not answer")
 
     def _main(self) -> None:

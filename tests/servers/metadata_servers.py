@@ -13,8 +13,8 @@ from email.utils import formatdate
 from typing import Any, Final, Self
 
 from aiohttp import web
+from tests.harness.bounds import HANG_SECONDS
 
-_SECONDS: Final = 30.0
 _LONGEST_TOKEN_SECONDS: Final = 21600
 
 
@@ -35,16 +35,16 @@ class MetadataServer:
 
     def __enter__(self) -> Self:
         self._thread.start()
-        asyncio.run_coroutine_threadsafe(self._serve(), self._loop).result(_SECONDS)
+        asyncio.run_coroutine_threadsafe(self._serve(), self._loop).result(HANG_SECONDS)
         return self
 
     def __exit__(self, *_: object) -> None:
         assert self._runner is not None
         self._ending = True
         self._change(lambda: None)
-        asyncio.run_coroutine_threadsafe(self._runner.cleanup(), self._loop).result(_SECONDS)
+        asyncio.run_coroutine_threadsafe(self._runner.cleanup(), self._loop).result(HANG_SECONDS)
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(_SECONDS)
+        self._thread.join(HANG_SECONDS)
         self._loop.close()
 
     def times_asked(self, ending: str) -> list[float]:
@@ -74,7 +74,7 @@ class MetadataServer:
             self._changed.set()
             self._changed = asyncio.Event()
 
-        asyncio.run_coroutine_threadsafe(there(), self._loop).result(_SECONDS)
+        asyncio.run_coroutine_threadsafe(there(), self._loop).result(HANG_SECONDS)
 
     async def _serve(self) -> None:
         application = web.Application()
@@ -160,7 +160,7 @@ class AwsServer(MetadataServer):
         if not seconds.isdecimal() or not 1 <= int(seconds) <= _LONGEST_TOKEN_SECONDS:
             return web.Response(status=400)
         if self.hop_limit_reached:
-            await asyncio.sleep(_SECONDS)
+            await asyncio.sleep(HANG_SECONDS)
         token = uuid.uuid4().hex
         self._tokens.add(token)
         return web.Response(text=token, headers={"X-aws-ec2-metadata-token-ttl-seconds": seconds})
@@ -200,7 +200,7 @@ class GcpServer(MetadataServer):
         if request.query.get("wait_for_change") == "true":
             known = request.query.get("last_etag")
             try:
-                async with asyncio.timeout(float(request.query.get("timeout_sec", _SECONDS))):
+                async with asyncio.timeout(float(request.query.get("timeout_sec", HANG_SECONDS))):
                     while not self._ending and known in (None, self._etag(key)):
                         await self._changed.wait()
                         known = known or "0"

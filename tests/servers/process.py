@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from tests.harness.bounds import HANG_SECONDS
+
 _PR_SET_PDEATHSIG = 1
 # Looked up here: in a child that was forked while a thread loaded a library, the lookup would wait for that thread.
 _prctl = ctypes.CDLL(None).prctl
@@ -41,7 +43,7 @@ def accepts(port: int) -> bool:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
-def wait_until(condition: Callable[[], bool], what: str, timeout_seconds: float = 60.0) -> None:
+def wait_until(condition: Callable[[], bool], what: str, timeout_seconds: float = HANG_SECONDS) -> None:
     """Return as soon as `condition` holds; TimeoutError names `what` did not come."""
     deadline = time.monotonic() + timeout_seconds
     while not condition():
@@ -72,7 +74,7 @@ class Daemon:
     def running(self) -> bool:
         return self._process.poll() is None
 
-    def wait_for_port(self, port: int, timeout_seconds: float = 60.0) -> None:
+    def wait_for_port(self, port: int, timeout_seconds: float = HANG_SECONDS) -> None:
         """RuntimeError with the log if the process ends before it listens."""
 
         def settled() -> bool:
@@ -89,7 +91,7 @@ class Daemon:
                 self._process.wait(5)
             except subprocess.TimeoutExpired:
                 self._process.kill()
-        self._process.wait(60)
+        self._process.wait(HANG_SECONDS)
 
 
 def _die_with_parent() -> None:

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import boto3
 import botocore.client
+from tests.harness.bounds import HANG_SECONDS
 
 from keepstep_agent.core.settings.values import StoreSettings
 
@@ -51,8 +52,8 @@ class Bucket:
             "destination": self.destination,
             "endpoint_url": self.endpoint_url,
             "ca_bundle": str(self.ca_bundle or ""),
-            "connect_timeout_seconds": 10.0,
-            "read_timeout_seconds": 30.0,
+            "connect_timeout_seconds": HANG_SECONDS,
+            "read_timeout_seconds": HANG_SECONDS,
         }
         return StoreSettings(**(values | changes))
 

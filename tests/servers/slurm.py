@@ -15,13 +15,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
+from tests.harness.bounds import HANG_SECONDS
 from tests.servers.process import Daemon, free_port, wait_until
 
 _PROGRAMS: Final = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol", "squeue", "scancel", "srun")
-_COMMAND_SECONDS: Final = 60
 _FREEZER: Final = Path("/sys/fs/cgroup/freezer")
-KILL_WAIT_SECONDS: Final = 60
-"""Between SIGTERM and SIGKILL; twice Slurm's default, for this machine may be busy."""
+_KILL_WAIT_SECONDS: Final = 600
+"""Between SIGTERM and SIGKILL; twenty times Slurm's default, for this machine may be busy."""
 _CONFIGURATION: Final = """
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
@@ -82,7 +82,7 @@ class SlurmCluster:
                 host=host,
                 controller_port=free_port(),
                 process_tracking="proctrack/cgroup" if self._has_freezer() else "proctrack/linuxproc",
-                kill_wait_seconds=KILL_WAIT_SECONDS,
+                kill_wait_seconds=_KILL_WAIT_SECONDS,
                 # Scripts make ports of it.
                 first_job=free_port(),
                 nodes="\n".join(
@@ -172,7 +172,7 @@ class SlurmCluster:
             env=self._environment,
             capture_output=True,
             text=True,
-            timeout=_COMMAND_SECONDS,
+            timeout=HANG_SECONDS,
             check=False,
         )
 

@@ -18,12 +18,11 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 from tests.compatibility.environments import ENVIRONMENTS
+from tests.harness.bounds import HANG_SECONDS
 from tests.supply_chain.distributions import FOLDERS, PROJECTS, ROOT, needed
 
 from keepstep_api import __version__
 
-_SECONDS = 300.0
-pytestmark = pytest.mark.timeout(300)
 _WHEELS = {"keepstep": f"keepstep-{__version__}", "keepstep-agent": f"keepstep_agent-{__version__}"}
 PAGES = "https://github.com/keepstep-dev/keepstep"
 _TRAINER = """
@@ -53,7 +52,7 @@ class Environment:
             env={"PATH": f"{self.folder / 'bin'}:/usr/bin:/bin", "HOME": str(self.folder), **variables},
             capture_output=True,
             text=True,
-            timeout=_SECONDS,
+            timeout=HANG_SECONDS,
         )
         assert done.returncode == code, done.stdout + done.stderr
         return done
@@ -97,7 +96,7 @@ def _environment(folder: Path, built: Path, *names: str) -> Environment:
 def _python(*arguments: object, folder: Path | None = None) -> None:
     """Run this Python; it must end with 0."""
     command = [sys.executable, *map(str, arguments)]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=_SECONDS)
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=HANG_SECONDS)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -111,7 +110,7 @@ def test_a_wheel_made_from_the_sdist_is_the_wheel_made_from_the_checkout(
     name: str, built: Path, tmp_path: Path
 ) -> None:
     # Not by tarfile, whose filters Python 3.11.2 does not know, and without which 3.13 warns.
-    subprocess.run(["tar", "-xzf", built / f"{_WHEELS[name]}.tar.gz", "-C", tmp_path], check=True, timeout=_SECONDS)
+    subprocess.run(["tar", "-xzf", built / f"{_WHEELS[name]}.tar.gz", "-C", tmp_path], check=True, timeout=HANG_SECONDS)
     build = ("-m", "hatchling", "build", "--target", "wheel", "--directory", tmp_path)
     _python(*build, folder=tmp_path / _WHEELS[name])
     file = f"{_WHEELS[name]}-py3-none-any.whl"

@@ -12,12 +12,11 @@ from typing import Any
 
 import pytest
 import yaml
+from tests.harness.bounds import HANG_SECONDS
 from tests.supply_chain.distributions import ROOT
 
 from keepstep_api import __version__
 
-_SECONDS = 300.0
-pytestmark = pytest.mark.timeout(300)
 _FILES = {
     f"keepstep-{__version__}-py3-none-any.whl",
     f"keepstep-{__version__}.tar.gz",
@@ -51,7 +50,7 @@ def checkout(tmp_path: Path) -> Path:
 
 def git(folder: Path, *arguments: str) -> None:
     person = ["-c", "user.name=tests", "-c", "user.email=tests@example.org", "-c", "commit.gpgsign=false"]
-    subprocess.run(["git", *person, *arguments], cwd=folder, timeout=_SECONDS, check=True, env=_environment())
+    subprocess.run(["git", *person, *arguments], cwd=folder, timeout=HANG_SECONDS, check=True, env=_environment())
 
 
 def release(folder: Path, **variables: str) -> "subprocess.CompletedProcess[str]":
@@ -60,7 +59,7 @@ def release(folder: Path, **variables: str) -> "subprocess.CompletedProcess[str]
         env={**_environment(), "BUILDER": "docker", "IMAGE": "registry.example/keepstep", **variables},
         capture_output=True,
         text=True,
-        timeout=_SECONDS,
+        timeout=HANG_SECONDS,
     )
 
 
@@ -104,12 +103,14 @@ def test_a_release_is_signed_by_the_keys_that_are_given(checkout: Path, short_di
     key = ["--batch", "--passphrase", "", "--quick-generate-key", "tests@example.org"]
     gpg = {"GNUPGHOME": str(short_directory)}
     environment = {**_environment(), **gpg}
-    subprocess.run(["gpg", *key], env=environment, capture_output=True, timeout=_SECONDS, check=True)
+    subprocess.run(["gpg", *key], env=environment, capture_output=True, timeout=HANG_SECONDS, check=True)
     done = release(checkout, DRY_RUN="1", GPG_KEY="tests@example.org", COSIGN_KEY="key", **gpg)
     assert done.returncode == 0, done.stderr
     verify = ["gpg", "--verify", "SHA256SUMS.asc", "SHA256SUMS"]
-    subprocess.run(verify, cwd=checkout / "dist", env=environment, capture_output=True, timeout=_SECONDS, check=True)
-    subprocess.run(["gpgconf", "--kill", "all"], env=environment, timeout=_SECONDS, check=True)
+    subprocess.run(
+        verify, cwd=checkout / "dist", env=environment, capture_output=True, timeout=HANG_SECONDS, check=True
+    )
+    subprocess.run(["gpgconf", "--kill", "all"], env=environment, timeout=HANG_SECONDS, check=True)
     assert "dry run, left out: cosign sign --yes --recursive --key key registry.example/keepstep:" in done.stdout
     assert "not signed" not in done.stdout
 

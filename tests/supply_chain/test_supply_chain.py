@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from tests.harness.bounds import HANG_SECONDS
 from tests.supply_chain.distributions import PROJECTS, ROOT, needed
 
 DIGEST = f"sha256:{'a' * 64}"
-_SECONDS = 120.0
 
 
 def pinned(name: str) -> dict[str, str]:
@@ -60,7 +60,7 @@ def test_the_image_installs_nothing_but_what_is_locked() -> None:
 def test_the_sbom_is_valid_and_names_every_locked_package(tmp_path: Path) -> None:
     """By the generator's own check against CycloneDX's schema, and the command of `make sbom`."""
     told = subprocess.run(
-        ["make", "-n", "sbom"], cwd=ROOT, capture_output=True, text=True, timeout=_SECONDS, check=True
+        ["make", "-n", "sbom"], cwd=ROOT, capture_output=True, text=True, timeout=HANG_SECONDS, check=True
     )
     (command,) = re.findall(
         r"cyclonedx-py (.*?) --output-file \S+ (\S+)$", told.stdout.replace("\\\n", ""), re.MULTILINE
@@ -71,7 +71,7 @@ def test_the_sbom_is_valid_and_names_every_locked_package(tmp_path: Path) -> Non
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=_SECONDS,
+        timeout=HANG_SECONDS,
     )
     assert done.returncode == 0, done.stderr
     sbom = json.loads(made.read_text())
@@ -102,4 +102,4 @@ def test_a_releases_base_is_pulled_by_its_digest_and_named_in_its_labels() -> No
 
 def make(*arguments: str) -> "subprocess.CompletedProcess[str]":
     command = ["make", "--no-print-directory", "--silent", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=_SECONDS)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG_SECONDS)

@@ -10,8 +10,6 @@ from keepstep_agent.core.errors import ErrorKind, StoreError
 from keepstep_agent.core.model import Region
 from keepstep_agent.ports import ObjectStore
 
-WAIT_SECONDS = 60.0
-
 
 async def fails(kind: ErrorKind, awaitable: Awaitable[object]) -> StoreError:
     with pytest.raises(StoreError) as caught:

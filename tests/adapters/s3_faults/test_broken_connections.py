@@ -4,7 +4,8 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from tests.adapters.s3_faults.store_calls import WAIT_SECONDS, fails
+from tests.adapters.s3_faults.store_calls import fails
+from tests.harness.bounds import HANG_SECONDS
 from tests.harness.open_files import open_files
 from tests.regions import make_file, region_of
 from tests.servers.fault_proxy import FaultProxy
@@ -73,7 +74,7 @@ async def test_a_stalled_request_ends_in_a_bounded_time(
     fault_proxy.add(Rule(name="stall", fault=Fault.BLACKHOLE, method="PUT", after_bytes=100_000, times=2))
     fault_proxy.add(Rule(name="stall", fault=Fault.BLACKHOLE, method="HEAD"))
 
-    async with asyncio.timeout(WAIT_SECONDS):
+    async with asyncio.timeout(HANG_SECONDS):
         await fails(ErrorKind.TIMED_OUT, impatient_store.head("a"))
         await fails(ErrorKind.TIMED_OUT, impatient_store.put_data("a", region, region_checksum(region)))
         await fails(ErrorKind.TIMED_OUT, impatient_store.put("a", b"x" * 200_000))

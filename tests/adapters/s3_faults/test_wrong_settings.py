@@ -4,7 +4,8 @@ import datetime
 
 import botocore.auth
 import pytest
-from tests.adapters.s3_faults.store_calls import WAIT_SECONDS, fails, first_of_list
+from tests.adapters.s3_faults.store_calls import fails, first_of_list
+from tests.harness.bounds import HANG_SECONDS
 from tests.servers.process import free_port
 from tests.servers.server import SECRET_KEY, Bucket
 
@@ -66,7 +67,7 @@ async def test_a_dead_endpoint_is_unreachable(rclone_bucket: Bucket) -> None:
 
 async def test_an_unknown_host_is_unreachable(rclone_bucket: Bucket) -> None:
     # Longer than a resolver tries that is told nothing: its word is asked for, not how soon it comes.
-    settings = rclone_bucket.settings(endpoint_url="http://store.invalid", connect_timeout_seconds=WAIT_SECONDS)
+    settings = rclone_bucket.settings(endpoint_url="http://store.invalid", connect_timeout_seconds=HANG_SECONDS)
     async with open_store(settings) as store:
         await fails(ErrorKind.UNREACHABLE, store.put("a", b"x"))
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 from tests.adapters.staging_area.staged_files import pinned_contents, refusal, stage_request, staged_names
+from tests.harness.bounds import HANG_SECONDS
 
 from keepstep_agent.adapters.volume import staging_area
 from keepstep_agent.adapters.volume.staging_area import LocalStagingArea
@@ -203,7 +204,7 @@ def test_a_stage_that_is_killed_is_either_whole_or_removed_by_the_next_scan(volu
         with subprocess.Popen(command, stdout=subprocess.PIPE) as stager:
             assert stager.stdout is not None
             stager.stdout.readline()
-            give_up = monotonic() + 10
+            give_up = monotonic() + HANG_SECONDS
             while stager.poll() is None and monotonic() < give_up:
                 if pins.exists() and len(list(pins.iterdir())) >= wait_for:
                     break
@@ -231,7 +232,7 @@ def test_ten_thousand_files_are_staged_in_seconds_not_minutes(
 
     def fsync_beside_another(descriptor: int) -> None:
         if next(fsyncs) < together.parties:
-            together.wait(60)
+            together.wait(HANG_SECONDS)
         fsync(descriptor)
 
     monkeypatch.setattr(os, "fsync", fsync_beside_another)
