@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from tests.harness.bounds import HANG_SECONDS
 from tests.regions import make_file, region_of
 
 from keepstep_agent.adapters.checksum import region_checksum
@@ -22,9 +23,6 @@ from keepstep_agent.adapters.rate_limit import RateLimiter
 from keepstep_agent.core.errors import ErrorKind, KeepstepError, StoreError
 from keepstep_agent.core.settings.values import MIB, StoreSettings
 from keepstep_agent.ports import ObjectStore
-
-WAIT_SECONDS = 40.0
-"""Less than the read time-out of the settings, after which whoever waits for a hung thread goes on, too."""
 
 
 @pytest.fixture
@@ -50,7 +48,7 @@ def files_below(root: Path) -> list[str]:
 
 
 async def until_empty(root: Path) -> None:
-    async with asyncio.timeout(WAIT_SECONDS):
+    async with asyncio.timeout(HANG_SECONDS):
         while files_below(root):  # noqa: ASYNC110 - threads change it
             await asyncio.sleep(0.01)
 
@@ -212,9 +210,11 @@ async def test_leftovers_are_told_as_uploads_that_may_be_aborted(store: ObjectSt
 
 async def test_a_cancelled_upload_ends_although_all_threads_hang_in_a_dead_mount(root: Path, tmp_path: Path) -> None:
     region = region_of(make_file(tmp_path / "file", 4 * MIB))
-    async with open_store(StoreSettings(destination=f"file://{root}"), limiter=RateLimiter(1000)) as store:
+    # After its time-out, whoever waits for a hung thread would go on, too.
+    settings = StoreSettings(destination=f"file://{root}", read_timeout_seconds=10 * HANG_SECONDS)
+    async with open_store(settings, limiter=RateLimiter(1000)) as store:
         uploading = asyncio.create_task(store.put_data("a", region, region_checksum(region)))
-        async with asyncio.timeout(WAIT_SECONDS):
+        async with asyncio.timeout(HANG_SECONDS):
             while sizes_of(root, ".keepstep/uploads/put-*") in (set(), {0}):  # noqa: ASYNC110 - threads change it
                 await asyncio.sleep(0.01)
         # As system calls on a dead mount: they end when it is back.
@@ -222,9 +222,9 @@ async def test_a_cancelled_upload_ends_although_all_threads_hang_in_a_dead_mount
         is_back = threading.Event()
         try:
             for _ in range(8):
-                store._executor.submit(is_back.wait, WAIT_SECONDS)
+                store._executor.submit(is_back.wait)
             uploading.cancel()
-            await asyncio.wait({uploading}, timeout=WAIT_SECONDS / 2)
+            await asyncio.wait({uploading}, timeout=HANG_SECONDS)
             ended = uploading.done()
         finally:
             is_back.set()
@@ -330,7 +330,7 @@ async def test_only_a_regular_file_is_an_object_and_nothing_else_is_waited_for(
     assert [info.key async for info in store.list("elsewhere/deep/")] == []
     with (tmp_path / "into").open("wb") as into:
         names = ("run/pipe", "run/link", "run/loop", "run/folder", "run/socket", "elsewhere/deep/file")
-        async with asyncio.timeout(WAIT_SECONDS):
+        async with asyncio.timeout(HANG_SECONDS):
             for key in names:
                 await fails(ErrorKind.NOT_FOUND, store.head(key))
                 await fails(ErrorKind.NOT_FOUND, store.get(key, limit_bytes=100))
@@ -364,7 +364,7 @@ async def test_what_others_put_among_the_uploads_is_no_upload(store: ObjectStore
     (uploads / "pipe").mkdir()
     os.mkfifo(uploads / "pipe" / "upload.json")
     os.mkfifo(uploads / upload / "part-00001")
-    async with asyncio.timeout(WAIT_SECONDS):
+    async with asyncio.timeout(HANG_SECONDS):
         assert [upload.key async for upload in store.list_uploads("")] == ["run/big"]
         assert await store.list_parts("run/big", upload) == []
         await fails(ErrorKind.UPLOAD_LOST, store.list_parts("x", "forged-4"))

@@ -9,11 +9,13 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
 import pytest
 import uvloop
+from tests.harness.bounds import HANG_SECONDS
 from tests.harness.open_files import until_open
 from tests.regions import make_file, region_of
 from tests.servers.fault_proxy import FaultProxy
@@ -24,14 +26,13 @@ from tests.servers.tls import Certificate
 from keepstep_agent.adapters.checksum import crc64nvme, region_checksum
 from keepstep_agent.adapters.open_store import open_store
 from keepstep_agent.adapters.s3.store import S3Store
+from keepstep_agent.adapters.transfer import stall_timeout
 from keepstep_agent.adapters.transfer.receiving import download
 from keepstep_agent.adapters.transfer.stall_timeout import StallTimeout
 from keepstep_agent.adapters.transfer.tls_connector import use_own_tls
 from keepstep_agent.adapters.transfer.upload_body import BufferPool
 from keepstep_agent.core.settings.values import MIB, StoreSettings
 from keepstep_agent.ports import StoreCapabilities
-
-WAIT_SECONDS = 60.0
 
 Run = Callable[[Coroutine[Any, Any, None]], None]
 on_both_loops = pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
@@ -81,7 +82,7 @@ async def test_reads_that_are_cancelled_in_the_queue_leave_no_descriptor(tmp_pat
             await asyncio.sleep(0)
             for task in reading:
                 task.cancel()
-            await asyncio.wait(reading, timeout=WAIT_SECONDS)
+            await asyncio.wait(reading, timeout=HANG_SECONDS)
             with (tmp_path / "destination" / "dead").open("r+b", buffering=0):
                 await until_open(into, 1)
 
@@ -195,7 +196,7 @@ class Scripted:
         server = await asyncio.start_server(self._serve, "127.0.0.1", 0, ssl=offered)
         self.url = f"{'https' if certificate else 'http'}://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         connector = aiohttp.TCPConnector(ssl=trusted or False)
-        async with asyncio.timeout(WAIT_SECONDS), server:
+        async with asyncio.timeout(HANG_SECONDS), server:
             async with aiohttp.ClientSession(self.url, connector=connector) as client:
                 use_own_tls(connector)
                 yield client
@@ -243,7 +244,7 @@ def test_what_comes_after_a_body_is_nobodys_answer(
     async def ask() -> None:
         async with server.asked(certificate if secure else None) as client:
             for count in range(1, 5):
-                assert await received(client, tmp_path / "into", len(body), StallTimeout(WAIT_SECONDS)) == crc64nvme(
+                assert await received(client, tmp_path / "into", len(body), StallTimeout(HANG_SECONDS)) == crc64nvme(
                     body
                 )
                 async with client.get("/next") as response:
@@ -265,7 +266,7 @@ def test_a_server_that_closes_behind_a_body_has_sent_it_whole(
     async def ask() -> None:
         async with server.asked(certificate if secure else None) as client:
             for count in range(1, 5):
-                assert await received(client, tmp_path / "into", len(body), StallTimeout(WAIT_SECONDS)) == crc64nvme(
+                assert await received(client, tmp_path / "into", len(body), StallTimeout(HANG_SECONDS)) == crc64nvme(
                     body
                 )
                 assert server.connections == count
@@ -283,16 +284,28 @@ async def test_a_disk_that_hangs_is_no_silence_of_the_store(
 ) -> None:
     """Whether the store has sent all, or may not send because both buffers are full."""
     body = os.urandom(size_bytes)
-    goes_on = threading.Event()
+    hangs, goes_on = threading.Event(), threading.Event()
     really_write = os.pwrite
+    now = 0.0
 
     def hang(*arguments: Any) -> int:
-        assert goes_on.wait(WAIT_SECONDS)
+        hangs.set()
+        assert goes_on.wait(HANG_SECONDS)
         return really_write(*arguments)
 
+    async def let_an_hour_pass() -> None:
+        nonlocal now
+        assert await asyncio.to_thread(hangs.wait, HANG_SECONDS)
+        now += 3600.0
+        # Meanwhile the time-out looks at that clock.
+        await asyncio.sleep(3 * SILENCE_SECONDS)
+        goes_on.set()
+
     monkeypatch.setattr(os, "pwrite", hang)
-    async with Scripted({"/part": answer(body)}).asked() as client:
-        asyncio.get_running_loop().call_later(3 * SILENCE_SECONDS, goes_on.set)
+    # Where only this clock counts, a busy machine is no silence either.
+    monkeypatch.setattr(stall_timeout, "time", SimpleNamespace(monotonic=lambda: now))
+    async with Scripted({"/part": answer(body)}).asked() as client, asyncio.TaskGroup() as tasks:
+        tasks.create_task(let_an_hour_pass())
         async with StallTimeout(SILENCE_SECONDS) as stall:
             assert await received(client, tmp_path / "into", size_bytes, stall) == crc64nvme(body)
 

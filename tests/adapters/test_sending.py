@@ -8,9 +8,11 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.harness.bounds import HANG_SECONDS
 from tests.harness.open_files import until_open
 from tests.regions import make_file, region_of, rewrite, touch, truncate
 from tests.servers.fault_proxy import FaultProxy
@@ -22,13 +24,12 @@ from keepstep_agent.adapters.open_store import open_store
 from keepstep_agent.adapters.rate_limit import RateLimiter
 from keepstep_agent.adapters.region_file import RegionFile
 from keepstep_agent.adapters.s3.store import S3Store
+from keepstep_agent.adapters.transfer import stall_timeout
 from keepstep_agent.adapters.transfer.upload_body import PIECE_BYTES, BufferPool, FileBody
 from keepstep_agent.core.errors import ErrorKind, StoreError, VolumeError
 from keepstep_agent.core.model import Region
 from keepstep_agent.core.settings.values import MIB, StoreSettings
 from keepstep_agent.ports import StoreCapabilities
-
-WAIT_SECONDS = 60.0
 
 
 @pytest.fixture
@@ -97,7 +98,7 @@ async def test_a_file_that_changes_on_its_way_to_a_store_is_not_stored(
     async with open_store(bucket.settings(), limiter=limiter) as store:
         await store.probe()
         sending = asyncio.create_task(store.put_data("a", region, checksum))
-        async with asyncio.timeout(WAIT_SECONDS):
+        async with asyncio.timeout(HANG_SECONDS):
             await _until_limited(limiter)
         change(path)
         limiter.set_rate(0)
@@ -174,18 +175,26 @@ async def test_a_disk_that_is_slower_than_the_wire_is_no_silence(
     """What the kernel sends of it at a time takes less than the store's time-out, all of it more."""
     region = region_of(make_file(tmp_path / "file", 80 * MIB))
     really_send = os.sendfile
+    stall_seconds, now = 0.5, 0.0
 
     def send_slowly(connection: int, file: int, offset: int, size: int) -> int:
-        time.sleep(0.3)
+        nonlocal now
+        now += 0.9 * stall_seconds
+        # So that the time-out looks meanwhile.
+        time.sleep(0.02)
         return really_send(connection, file, offset, min(size, MIB))
 
-    # A burst takes 2.4 s, all of them 24 s: between both is room for a busy machine.
-    settings = verifying_bucket.settings(connect_timeout_seconds=2.0, read_timeout_seconds=20.0)
-    async with open_store(settings) as store:
+    async with open_store(verifying_bucket.settings()) as store:
+        assert isinstance(store, S3Store)
         await store.probe()
+        store._stall_seconds = stall_seconds
+        # Where only this clock counts, a busy machine is no silence either.
+        monkeypatch.setattr(stall_timeout, "time", SimpleNamespace(monotonic=lambda: now))
         monkeypatch.setattr(os, "sendfile", send_slowly)
 
         await store.put_data("a", region, region_checksum(region))
+
+    assert now > 10 * stall_seconds
 
 
 @pytest.mark.parametrize("server", ["rclone", "rclone_tls", "verifying"])
@@ -200,7 +209,7 @@ async def test_a_file_that_is_rewritten_in_secret_on_its_way_is_not_stored(
     async with open_store(bucket.settings(), limiter=limiter) as store:
         await store.probe()
         sending = asyncio.create_task(store.put_data("a", region, region_checksum(region)))
-        async with asyncio.timeout(WAIT_SECONDS):
+        async with asyncio.timeout(HANG_SECONDS):
             await _until_limited(limiter)
         before = path.stat()
         with path.open("r+b") as file:
@@ -238,7 +247,7 @@ async def test_an_upload_that_is_cancelled_while_its_file_is_being_opened_leaves
     def slow_open(name: str, *arguments: int, **options: Any) -> int:
         if name == path.name and next(opens) == opened_before:
             opening.set()
-            assert go_on.wait(WAIT_SECONDS)
+            assert go_on.wait(HANG_SECONDS)
             descriptor = really_open(name, *arguments, **options)
             opened.set()
             return descriptor
@@ -247,13 +256,13 @@ async def test_an_upload_that_is_cancelled_while_its_file_is_being_opened_leaves
     monkeypatch.setattr(os, "open", slow_open)
     async with open_store(settings) as store:
         sending = asyncio.create_task(store.put_data("a", region, checksum))
-        assert await asyncio.to_thread(opening.wait, WAIT_SECONDS)
+        assert await asyncio.to_thread(opening.wait, HANG_SECONDS)
         sending.cancel()
         await asyncio.sleep(0)
         go_on.set()
-        await asyncio.wait({sending}, timeout=WAIT_SECONDS)
+        await asyncio.wait({sending}, timeout=HANG_SECONDS)
         assert sending.cancelled()
-        assert await asyncio.to_thread(opened.wait, WAIT_SECONDS)
+        assert await asyncio.to_thread(opened.wait, HANG_SECONDS)
         await until_open(path, 0)
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from tests.harness.bounds import HANG_SECONDS
 from tests.hostile.mutations import mutated_bytes, mutated_object, naming
 from tests.restore.stored_checkpoints import store_checkpoint, store_packed_checkpoint
 
@@ -40,8 +41,6 @@ from keepstep_agent.runtime.process.app import SystemClock
 from keepstep_agent.runtime.work.committer import Committer
 from keepstep_api.names import CHECKPOINT_DIRECTORY, RECORDS_DIRECTORY, STATE_DIRECTORY
 
-HANG_SECONDS: Final = 60.0
-"""Of one round. It finds what never ends and judges no machine: a round takes hundredths of a second."""
 WORK_SECONDS: Final = 2.0
 """Of one round, of the processor's time, which no other process takes part in."""
 _OTHERS_MANIFEST: Final = "manifest of another agent"

@@ -17,15 +17,15 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor, MethodDescri
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 from tests.harness.agent_process import AgentProcess
+from tests.harness.bounds import HANG_SECONDS
 from tests.hostile.mutations import TEXTS
 
 from keepstep_api.names import socket_address
 from keepstep_api.v1 import agent_pb2
 
 _BATCH: Final = 250
-_CALL_SECONDS: Final = 1.0
+_CALL_SECONDS: Final = 30.0
 """A call that waits for a commit or for its other ranks ends by it."""
-_ALIVE_SECONDS: Final = 60.0
 WORK_SECONDS: Final = 2.0
 """Of the agent's processor, from a GetStatus to its answer: no other process takes part in it."""
 _OPTIONS: Final = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
@@ -89,7 +89,7 @@ def attack(agent: AgentProcess, paths: list[Path], *, requests: int, seed: int) 
             methods = [generator.choice(_METHODS.methods) for _ in range(batch)]
             pending = [calls[method.name](hostile_request(method, texts, generator)) for method in methods]
             before = process.cpu_times()
-            alive = calls["GetStatus"](agent_pb2.GetStatusRequest(), _ALIVE_SECONDS)
+            alive = calls["GetStatus"](agent_pb2.GetStatusRequest(), HANG_SECONDS)
             assert _code(alive, _METHODS.methods_by_name["GetStatus"]) == "OK", f"seed {seed}, {answers}"
             after = process.cpu_times()
             work_seconds = after.user + after.system - before.user - before.system

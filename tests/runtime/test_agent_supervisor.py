@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from structlog.testing import capture_logs
+from tests.harness.bounds import HANG_SECONDS
 
 from keepstep_agent.core.errors import ErrorKind, KeepstepError
 from keepstep_agent.runtime.process import agent_supervisor
@@ -31,19 +32,20 @@ signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
 (folder / "pid.new").write_text(str(os.getpid()))
 (folder / "pid.new").rename(folder / "pid")
-deadline = time.monotonic() + 60
+deadline = time.monotonic() + 600
 while time.monotonic() < deadline:
     if (folder / "leave").exists():
         sys.exit(int((folder / "leave").read_text()))
     time.sleep(0.01)
 """
-WAIT_SECONDS = 60.0
+GRACE_SECONDS = 3600.0
+"""Longer than any test: nobody waits for its end."""
 
 
 class Stage:
     """What the keeper sees of the agent, and what it tells it."""
 
-    def __init__(self, folder: Path, *, grace_seconds: float = 10.0, notify: Notify | None = None) -> None:
+    def __init__(self, folder: Path, *, grace_seconds: float = GRACE_SECONDS, notify: Notify | None = None) -> None:
         self.folder = folder
         self.deaf = False
         self.told: list[tuple[float, str, bool, float]] = []
@@ -82,7 +84,7 @@ class Stage:
         await self.until(lambda: not is_running(pid))
 
     async def until(self, holds: Callable[[], bool]) -> None:
-        async with asyncio.timeout(WAIT_SECONDS):
+        async with asyncio.timeout(HANG_SECONDS):
             while not holds():  # noqa: ASYNC110 - other processes and threads change it
                 await asyncio.sleep(0.01)
 
@@ -106,7 +108,7 @@ def is_running(pid: int) -> bool:
 
 
 @asynccontextmanager
-async def serving(folder: Path, *, grace_seconds: float = 10.0) -> AsyncIterator[Stage]:
+async def serving(folder: Path, *, grace_seconds: float = GRACE_SECONDS) -> AsyncIterator[Stage]:
     stage = Stage(folder, grace_seconds=grace_seconds)
     await stage.keeper.start()
     try:
@@ -145,10 +147,10 @@ async def test_an_agent_that_dies_while_it_only_waits_costs_nothing(tmp_path: Pa
 
 async def test_an_agent_that_has_only_loaded_ends_at_once(tmp_path: Path) -> None:
     """It does not hear SIGTERM yet."""
-    stage = Stage(tmp_path, grace_seconds=3600.0)
+    stage = Stage(tmp_path)
     stage.keeper.load()
     await stage.until((tmp_path / "loaded").exists)
-    async with asyncio.timeout(WAIT_SECONDS):
+    async with asyncio.timeout(HANG_SECONDS):
         await stage.keeper.end()
     assert stage.pid() is None
 
@@ -171,7 +173,7 @@ async def test_an_agent_that_does_not_answer_is_said_once(tmp_path: Path, monkey
     keeper = AgentSupervisor(
         (sys.executable, "-c", AGENT, str(tmp_path)),
         environment=os.environ,
-        grace_seconds=10.0,
+        grace_seconds=GRACE_SECONDS,
         notify=lambda grace_seconds, source, trainers_gone, trainers_failed_at: None,
         answers=answers_late,
     )
@@ -185,13 +187,13 @@ async def test_an_agent_whose_answer_is_seen_after_its_end_was_told(tmp_path: Pa
     def leave_and_answer(grace_seconds: float, source: str, trainers_gone: bool, trainers_failed_at: float) -> None:
         pid = stage.pid()
         stage.leave(0)
-        deadline = time.monotonic() + WAIT_SECONDS
+        deadline = time.monotonic() + HANG_SECONDS
         while Path(f"/proc/{pid}").exists():
             assert time.monotonic() < deadline, "it does not leave"
             time.sleep(0.01)
         # Its end is known by now, or will be as soon as the loop has a turn.
         seen.set()
-        may_answer.wait(WAIT_SECONDS)
+        may_answer.wait(HANG_SECONDS)
 
     seen, may_answer = threading.Event(), threading.Event()
     stage = Stage(tmp_path, notify=leave_and_answer)
@@ -214,7 +216,7 @@ async def test_a_drain_ends_with_the_orderly_end_of_an_agent_that_was_told(tmp_p
         await stage.until(lambda: len(stage.told) == 2)
         assert not draining.done()
         stage.leave(0)
-        assert await asyncio.wait_for(draining, WAIT_SECONDS) == 0
+        assert await asyncio.wait_for(draining, HANG_SECONDS) == 0
         assert stage.told == [(0.0, "program ended", True, 0.0)] * 2
 
 
@@ -229,7 +231,7 @@ async def test_an_orderly_end_before_the_program_ended_is_not_the_end(tmp_path: 
         await stage.until(lambda: bool(stage.told))
         assert stage.pid() != first
         stage.leave(75)
-        assert await asyncio.wait_for(draining, WAIT_SECONDS) == 75
+        assert await asyncio.wait_for(draining, HANG_SECONDS) == 75
 
 
 async def test_a_notice_keeps_its_deadline_while_nobody_listens(tmp_path: Path) -> None:
@@ -242,14 +244,14 @@ async def test_a_notice_keeps_its_deadline_while_nobody_listens(tmp_path: Path) 
         await stage.until(lambda: bool(stage.told))
         ((grace_seconds, source, trainers_gone, _),) = stage.told
         assert (source, trainers_gone) == ("runner SIGTERM", False)
-        assert 0.1 <= grace_seconds < 10.0
+        assert GRACE_SECONDS - 2 * HANG_SECONDS <= grace_seconds < GRACE_SECONDS
 
 
 async def test_an_agent_that_does_not_listen_at_the_end_is_terminated(tmp_path: Path) -> None:
     async with serving(tmp_path) as stage:
         stage.deaf = True
         draining = asyncio.create_task(stage.keeper.drain(failed_at=0.0))
-        assert await asyncio.wait_for(draining, WAIT_SECONDS) == 0
+        assert await asyncio.wait_for(draining, HANG_SECONDS) == 0
 
 
 @pytest.mark.parametrize("told_before", [False, True])
@@ -269,7 +271,7 @@ async def test_an_agent_that_hangs_while_draining_is_replaced_by_one_that_drains
         await stage.until(lambda: stage.told.count((0.0, "program ended", True, 0.0)) == 1 + told_before)
         assert stage.pid() != first
         stage.leave(75)
-        assert await asyncio.wait_for(draining, WAIT_SECONDS) == 75
+        assert await asyncio.wait_for(draining, HANG_SECONDS) == 75
 
 
 def test_pauses_grow_with_deaths_in_a_row_and_a_healthy_minute_begins_a_new_row() -> None:
