@@ -8,14 +8,13 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from tests.harness.bounds import HANG_SECONDS
 from tests.podsim.process import ContainerProcess
 from tests.podsim.timeline import Timeline, What
 from tests.podsim.view import Start
 
 SIGKILLED = 137
 _CANNOT_START = 128
-# Nothing survives it; a busy machine is slow to say so.
-_AFTER_SIGKILL_SECONDS = 30.0
 
 
 class Role(StrEnum):
@@ -133,7 +132,7 @@ class Container:
         self.send(signal.SIGTERM)
         if not self.wait_ended(grace_seconds):
             self.kill("")
-            self.wait_ended(_AFTER_SIGKILL_SECONDS)
+            self.wait_ended(HANG_SECONDS)
 
     def send(self, number: signal.Signals) -> None:
         process = self.process

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from tests.harness.bounds import HANG_SECONDS
 from tests.podsim.identity import Identity
 from tests.podsim.process import ContainerProcess, Execution, only_child
 from tests.podsim.view import Start
@@ -21,7 +22,6 @@ from tests.podsim.view import Start
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc", "/opt", "/sys")
 _DEVICES = ("null", "zero", "full", "random", "urandom")
 _PROGRAMS = ("unshare", "nsenter", "setpriv", "setsid", "chroot", "env", "mount")
-_START_SECONDS = 60.0
 _POLL_SECONDS = 0.002
 _LOG_TAIL = 1000
 # Should the thread that started it be gone, the process goes too.
@@ -41,7 +41,7 @@ def missing_namespaces() -> str:
     if absent:
         return f"not installed: {', '.join(absent)}"
     trial = [*_OWN_MOUNTS, *_OWN_PROCESSES, "--mount-proc", "true"]
-    result = subprocess.run(trial, capture_output=True, text=True, timeout=_START_SECONDS, check=False)
+    result = subprocess.run(trial, capture_output=True, text=True, timeout=HANG_SECONDS, check=False)
     return f"this machine gives root no namespaces: {result.stderr.strip()}" if result.returncode else ""
 
 
@@ -75,11 +75,11 @@ class NamespaceView:
 
 
 def _wait_for(ready: Callable[[], bool], waiter: "subprocess.Popen[bytes]", start: Start) -> None:
-    deadline = time.monotonic() + _START_SECONDS
+    deadline = time.monotonic() + HANG_SECONDS
     while not ready():
         if waiter.poll() is not None or time.monotonic() > deadline:
             waiter.kill()
-            waiter.wait(_START_SECONDS)
+            waiter.wait(HANG_SECONDS)
             if ready():
                 return
             said = start.log.read_text(errors="replace")[-_LOG_TAIL:]

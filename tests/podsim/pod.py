@@ -15,6 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from tests.harness.bounds import HANG_SECONDS
 from tests.podsim.container import Container, Role, back_off_seconds
 from tests.podsim.phase import Phase, phase_of
 from tests.podsim.probe import StartupProbe
@@ -26,7 +27,6 @@ from tests.podsim.volumes import Volumes
 
 _TICK_SECONDS = 0.02
 _POLL_SECONDS = 0.01
-_END_SECONDS = 90.0
 _LAST_LINES = 20
 
 
@@ -73,7 +73,7 @@ class Pod:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._closing.set()
-        self._thread.join(_END_SECONDS)
+        self._thread.join(HANG_SECONDS)
         assert not self._thread.is_alive(), f"{self.name} does not end:\n{self.timeline}"
         if kind is None and self._problem is not None:
             raise self._problem
@@ -176,7 +176,7 @@ class Pod:
         self.reason, self._final = "NodeLost", Phase.UNKNOWN
         for container in self._containers.values():
             container.send(signal.SIGKILL)
-        self._poll(lambda: not any(one.running for one in self._containers.values()), _END_SECONDS, "all are killed")
+        self._poll(lambda: not any(one.running for one in self._containers.values()), HANG_SECONDS, "all are killed")
         self._volumes.wipe()
 
     # Kubelet's thread.
@@ -197,7 +197,7 @@ class Pod:
         for container in self._containers.values():
             container.destroy()
         for thread in self._kills:
-            thread.join(_END_SECONDS)
+            thread.join(HANG_SECONDS)
         for execution in self._executions:
             with contextlib.suppress(Exception):
                 execution.kill()

@@ -8,7 +8,8 @@ import time
 from pathlib import Path
 from typing import Protocol
 
-_SETTLE_SECONDS = 10.0
+from tests.harness.bounds import HANG_SECONDS
+
 _POLL_SECONDS = 0.005
 _SWEEPS = 20
 
@@ -59,10 +60,10 @@ class ContainerProcess:
         """SIGKILL to all of it, and wait for the end."""
         self.send(signal.SIGKILL)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._waiter.wait(_SETTLE_SECONDS)
+            self._waiter.wait(HANG_SECONDS)
         if self._waiter.poll() is None:
             self._waiter.kill()
-            self._waiter.wait(_SETTLE_SECONDS)
+            self._waiter.wait(HANG_SECONDS)
         self._bury()
 
     def members(self) -> list[int]:
@@ -108,7 +109,7 @@ class Execution:
                 if pid is not None:
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGKILL)
-        self._process.communicate(timeout=_SETTLE_SECONDS)
+        self._process.communicate(timeout=HANG_SECONDS)
 
 
 def only_child(pid: int) -> int | None:

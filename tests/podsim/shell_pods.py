@@ -15,9 +15,10 @@ HEARS = f'trap "exit 0" TERM; echo up; {FOREVER}'
 DEAF = f'trap "echo heard" TERM; echo up; {FOREVER}'
 
 
-def leaves_after(seconds: float) -> str:
-    """It takes its time after SIGTERM."""
-    return f'trap "sleep {seconds}; exit 0" TERM; echo up; {FOREVER}'
+def leaves_after(seconds: float, *, waits_for: str = "/") -> str:
+    """It takes its time after SIGTERM, and waits for a file first."""
+    waits = f"until test -e {waits_for}; do sleep 0.05; done"
+    return f'trap "{waits}; sleep {seconds}; exit 0" TERM; echo up; {FOREVER}'
 
 
 def container(name: str, script: str, **fields: Any) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from tests.harness.bounds import HANG_SECONDS
 from tests.podsim.environment import Objects, environment_of, expand
 from tests.podsim.errors import ContainerConfigError
 from tests.podsim.identity import identity_of
@@ -13,7 +14,6 @@ from tests.podsim.phase import Phase
 from tests.podsim.shell_pods import DATA, MOUNT, container, pod
 from tests.podsim.volumes import Mount
 
-END_SECONDS = 60.0
 POD = {
     "metadata": {"name": "one", "uid": "u-1", "labels": {"index": "7"}, "annotations": {"a/b": "text"}},
     "spec": {},
@@ -101,7 +101,7 @@ def test_containers_share_a_volume_under_different_paths(node: Node) -> None:
         )
     ]
     made = node.run(pod(container("trainer", "cat /data/file"), init=init))
-    assert made.wait_ended(END_SECONDS) is Phase.SUCCEEDED
+    assert made.wait_ended(HANG_SECONDS) is Phase.SUCCEEDED
     assert made.log("trainer") == "shared\n"
 
 
@@ -111,7 +111,7 @@ def test_a_config_map_is_files_in_a_volume(short_directory: Path, node: Node) ->
     mounts = [MOUNT, {"name": "text", "mountPath": "/text"}]
     with Node(short_directory / "m", images=node.images, objects=objects, namespaces=node.namespaces) as other:
         made = other.run(pod(container("trainer", "cat /text/words", volumeMounts=mounts), volumes=volumes))
-        assert made.wait_ended(END_SECONDS) is Phase.SUCCEEDED
+        assert made.wait_ended(HANG_SECONDS) is Phase.SUCCEEDED
         assert made.log("trainer") == "to be"
 
 
@@ -121,7 +121,7 @@ def test_a_container_sees_its_own_volumes_alone_and_a_hard_link_across_two_mount
     twice = [MOUNT, {"name": "data", "mountPath": "/again"}]
     script = "grep -c root /data/seen; ls -d /again; ln /data/file /again/link || echo refused"
     made = real_node.run(pod(container("trainer", script, volumeMounts=twice), init=init))
-    made.wait_ended(END_SECONDS)
+    made.wait_ended(HANG_SECONDS)
     log = made.log("trainer")
     assert "/again" in log
     assert "Invalid cross-device link" in log
@@ -139,7 +139,7 @@ def test_a_read_only_root_can_be_written_in_its_volumes_alone_and_by_its_user(re
     }
     script = "id -u; touch /tmp/x || echo no; touch /data/x && echo yes; grep -E 'CapEff|NoNewPrivs' /proc/self/status"
     made = real_node.run(pod(container("trainer", script, securityContext=context)))
-    assert made.wait_ended(END_SECONDS) is Phase.SUCCEEDED
+    assert made.wait_ended(HANG_SECONDS) is Phase.SUCCEEDED
     words = made.log("trainer").split()
     assert {"1234", "no", "yes", "0000000000000000"} <= set(words)
     assert words[words.index("NoNewPrivs:") + 1] == "1"
@@ -149,7 +149,7 @@ def test_a_read_only_root_can_be_written_in_its_volumes_alone_and_by_its_user(re
 def test_a_container_inherits_nothing_of_this_machines_environment(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KEEPSTEP_VOLUME", "/of/this/machine")
     made = node.run(pod(container("trainer", "echo ${KEEPSTEP_VOLUME:-none}")))
-    made.wait_ended(END_SECONDS)
+    made.wait_ended(HANG_SECONDS)
     assert made.log("trainer") == "none\n"
 
 
@@ -158,7 +158,7 @@ def test_other_containers_processes_are_not_seen(real_node: Node) -> None:
     script = "echo $$; ls /proc/1/cmdline; ps -e -o args || cat /proc/[0-9]*/comm"
     init = [container("agent", "sleep 300", restartPolicy="Always")]
     made = real_node.run(pod(container("trainer", script), init=init, terminationGracePeriodSeconds=1))
-    made.wait_ended(END_SECONDS)
+    made.wait_ended(HANG_SECONDS)
     log = made.log("trainer")
     assert "sleep 300" not in log
     assert "\nsleep\n" not in log

@@ -7,6 +7,7 @@ from typing import Any
 
 import jsonpatch
 from tests.harness.agent_process import json_lines
+from tests.harness.bounds import HANG_SECONDS
 from tests.harness.bucket_view import BucketView
 from tests.podsim.environment import Objects
 from tests.podsim.images import keepstep_image, python_image
@@ -23,9 +24,8 @@ from keepstep_api.names import AGENT_CONTAINER, RESTORE_CONTAINER
 TRAINER = "trainer"
 AGENT, RESTORE = AGENT_CONTAINER, RESTORE_CONTAINER
 FOREVER_STEPS = 1_000_000
-# They bound a hang and judge no speed: restore, agent and torch start one after the other.
-START_SECONDS = 180.0
-END_SECONDS = 180.0
+# Longer than any wait: who waits for its end hangs.
+GRACE_SECONDS = 3600
 
 _PROGRAM = Path(__file__).parents[2] / "examples" / "demo" / "train.py"
 _TEXT = "It is a truth universally acknowledged, that a single checkpoint in possession of a good fortune. " * 40
@@ -66,7 +66,7 @@ class DemoJob:
         *,
         steps: int = FOREVER_STEPS,
         save_every: int = 0,
-        grace_seconds: int = 120,
+        grace_seconds: int = GRACE_SECONDS,
         restart_policy: str = "Never",
         command: Sequence[str] = (),
         labels: Mapping[str, str] | None = None,
@@ -109,7 +109,7 @@ class DemoJob:
         return self.view.steps()
 
     def wait_stored(self, step: int, pod: "DemoPod") -> None:
-        pod.pod.wait(lambda: step in self.stored_steps(), END_SECONDS, f"step {step} is durable")
+        pod.pod.wait(lambda: step in self.stored_steps(), HANG_SECONDS, f"step {step} is durable")
 
     def stored_kinds(self) -> dict[int, str]:
         """Of each committed step."""
@@ -136,18 +136,18 @@ class DemoPod:
 
     def wait_begun(self, times: int = 1) -> int:
         """The step at which the trainer began the last time."""
-        self.pod.wait(lambda: len(self.begun()) >= times, START_SECONDS, f"the trainer begins for the {times}. time")
+        self.pod.wait(lambda: len(self.begun()) >= times, HANG_SECONDS, f"the trainer begins for the {times}. time")
         return self.begun()[-1]
 
     def wait_step(self, step: int) -> None:
-        self.pod.wait(lambda: max(self.steps(), default=0) >= step, START_SECONDS, f"step {step} is trained")
+        self.pod.wait(lambda: max(self.steps(), default=0) >= step, HANG_SECONDS, f"step {step} is trained")
 
     def save_now(self) -> int:
         """Have the trainer save at its next step, and return that step once the agent has pinned it."""
         before = self.staged_steps()
-        code, output = self.pod.execute(AGENT, ["keepstep", "save"], START_SECONDS)
+        code, output = self.pod.execute(AGENT, ["keepstep", "save"], HANG_SECONDS)
         assert code == 0, output
-        self.pod.wait(lambda: len(self.staged_steps()) > len(before), START_SECONDS, "the save is pinned")
+        self.pod.wait(lambda: len(self.staged_steps()) > len(before), HANG_SECONDS, "the save is pinned")
         return self.staged_steps()[-1]
 
     def staged_steps(self) -> list[int]:
@@ -160,7 +160,7 @@ class DemoPod:
 
     def agent_status(self) -> dict[str, Any]:
         """`keepstep status --json` in the agent's container, as an operator would ask."""
-        code, output = self.pod.execute(AGENT, ["keepstep", "status", "--json"], START_SECONDS)
+        code, output = self.pod.execute(AGENT, ["keepstep", "status", "--json"], HANG_SECONDS)
         assert code == 0, output
         status: dict[str, Any] = json.loads(output)
         return status

@@ -58,7 +58,7 @@ def _announce(path: Path) -> dict[str, int]:
         for step in range(_ANNOUNCEMENTS):
             request = agent_pb2.AnnounceCheckpointRequest(path=str(path), step=step, save=f"try-{step}")
             try:
-                stub.AnnounceCheckpoint(request, timeout=60)
+                stub.AnnounceCheckpoint(request, timeout=300)
                 answers["taken"] += 1
             except grpc.RpcError:
                 answers["refused"] += 1

@@ -6,15 +6,16 @@ Its launcher gives every start the same labels, so nothing but what is stored te
 from typing import Final
 
 import pytest
+from tests.harness.bounds import HANG_SECONDS
 from tests.servers.faults import Fault, Rule
-from tests.simulated_pods.demo_job import END_SECONDS, RESTORE, START_SECONDS, DemoJob, DemoPod
+from tests.simulated_pods.demo_job import RESTORE, DemoJob, DemoPod
 
 # Restored before the program starts, agreed by a pin; or while it starts, as its client asks.
 pytestmark = [
     pytest.mark.parametrize("restore", ["whole", "lazy"]),
     pytest.mark.root,
     pytest.mark.slow,
-    pytest.mark.timeout(900),
+    pytest.mark.timeout(1800),
 ]
 
 # Of a JobSet that Kueue has suspended and resumed: neither uid nor restart count changes.
@@ -30,7 +31,7 @@ _LABELS: Final = {
 def _suspend(demo: DemoPod) -> int:
     """Delete the pod, as suspending does; the step at which it stopped."""
     demo.pod.delete()
-    demo.pod.wait_ended(END_SECONDS)
+    demo.pod.wait_ended(HANG_SECONDS)
     return demo.steps()[-1]
 
 
@@ -75,9 +76,9 @@ def test_a_pod_that_is_evicted_while_it_restores_is_replaced_by_one_that_does(re
     stopped_at = _suspend(demo)
     job.proxy.add(Rule(name="slow", fault=Fault.BLACKHOLE, method="GET", target="/checkpoint-", times=-1))
     evicted = job.start(labels=_LABELS, restore=restore)
-    evicted.pod.wait(lambda: job.proxy.hits("slow") > 0, START_SECONDS, "it restores")
+    evicted.pod.wait(lambda: job.proxy.hits("slow") > 0, HANG_SECONDS, "it restores")
     evicted.pod.evict()
-    evicted.pod.wait_ended(END_SECONDS)
+    evicted.pod.wait_ended(HANG_SECONDS)
     assert evicted.pod.container(RESTORE).start_count == 1
     job.proxy.clear()
     assert job.start(labels=_LABELS, restore=restore).wait_begun() == stopped_at

@@ -1,11 +1,12 @@
 """Parts of the pod, or all of it, are gone without a word: the agent, the node, and pods that overlap."""
 
 import pytest
+from tests.harness.bounds import HANG_SECONDS
 from tests.podsim.phase import Phase
 from tests.servers.faults import Fault, Rule
-from tests.simulated_pods.demo_job import AGENT, END_SECONDS, START_SECONDS, TRAINER, DemoJob, DemoPod
+from tests.simulated_pods.demo_job import AGENT, TRAINER, DemoJob, DemoPod
 
-pytestmark = [pytest.mark.root, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.root, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 MIB = 2**20
 
@@ -19,7 +20,7 @@ def begin_upload(job: DemoJob, demo: DemoPod) -> int:
         rows = [row for row in demo.agent_status()["checkpoints"] if row["step"] == step]
         return bool(rows) and rows[0]["durable_bytes"] > 0
 
-    demo.pod.wait(one_part_is_stored, START_SECONDS, f"a part of step {step} is stored")
+    demo.pod.wait(one_part_is_stored, HANG_SECONDS, f"a part of step {step} is stored")
     assert step not in job.stored_steps()
     return step
 
@@ -39,7 +40,7 @@ def test_an_agent_that_runs_out_of_memory_goes_on_where_it_was_and_training_neve
     stored = first_parts_stored(job)
     demo.pod.out_of_memory(AGENT)
     assert demo.pod.phase is Phase.RUNNING
-    demo.pod.wait(lambda: demo.pod.container(AGENT).start_count == 2, START_SECONDS, "the agent is back")
+    demo.pod.wait(lambda: demo.pod.container(AGENT).start_count == 2, HANG_SECONDS, "the agent is back")
     job.proxy.clear()
     job.wait_stored(step, demo)
     assert first_parts_stored(job) == stored
@@ -48,7 +49,7 @@ def test_an_agent_that_runs_out_of_memory_goes_on_where_it_was_and_training_neve
     demo.wait_step(step + 2)
     assert demo.pod.container(TRAINER).start_count == 1
     demo.pod.delete()
-    demo.pod.wait_ended(END_SECONDS)
+    demo.pod.wait_ended(HANG_SECONDS)
     assert job.stored_steps()[-1] == demo.steps()[-1]
     assert demo.begun() == [0]
 
@@ -76,7 +77,7 @@ def test_a_replacement_that_starts_while_the_old_pod_still_drains_spoils_nothing
     job: DemoJob,
 ) -> None:
     # The Job's default, podReplacementPolicy TerminatingOrFailed: two pods at one prefix.
-    old = job.start(grace_seconds=120)
+    old = job.start()
     old.wait_begun()
     durable = old.save_now()
     job.wait_stored(durable, old)
@@ -87,12 +88,12 @@ def test_a_replacement_that_starts_while_the_old_pod_still_drains_spoils_nothing
     assert replacement.wait_begun() == durable
     assert not old.pod.ended
     job.proxy.clear()
-    assert old.pod.wait_ended(END_SECONDS) is Phase.FAILED
+    assert old.pod.wait_ended(HANG_SECONDS) is Phase.FAILED
     stopped_at = old.steps()[-1]
     assert job.stored_steps() == [durable, stopped_at]
     # Its own goes where nothing of the old one lies, though it may be of the same step.
     own = replacement.save_now()
-    replacement.pod.wait(lambda: len(job.stored_steps()) == 3, END_SECONDS, "the replacement's save is durable")
+    replacement.pod.wait(lambda: len(job.stored_steps()) == 3, HANG_SECONDS, "the replacement's save is durable")
     assert sorted(job.stored_steps()) == sorted([durable, stopped_at, own])
     assert not any(row["problems"] for row in job.view.verify())
     job.node.lose()

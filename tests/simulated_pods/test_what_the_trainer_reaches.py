@@ -3,19 +3,20 @@
 from pathlib import Path
 
 import pytest
+from tests.harness.bounds import HANG_SECONDS
 from tests.podsim.images import keepstep_image, python_image
 from tests.podsim.namespaces import missing_namespaces
 from tests.podsim.node import Node
 from tests.podsim.timeline import What
 from tests.servers.server import SECRET_KEY
-from tests.simulated_pods.demo_job import AGENT, START_SECONDS, TRAINER, DemoJob, injected
+from tests.simulated_pods.demo_job import AGENT, TRAINER, DemoJob, injected
 
 from keepstep_api.names import POD_CREDENTIALS_PATH, POD_DESTINATION_PATH
 
 pytestmark = [
     pytest.mark.root,
     pytest.mark.slow,
-    pytest.mark.timeout(900),
+    pytest.mark.timeout(1800),
     pytest.mark.skipif(bool(missing_namespaces()), reason=missing_namespaces()),
 ]
 
@@ -39,14 +40,14 @@ print("found", sorted(found), flush=True)
 
 def test_the_trainer_finds_the_agents_secret_in_no_process(job: DemoJob) -> None:
     demo = job.start(command=("python", "-c", SEARCH, SECRET_KEY))
-    demo.pod.wait(lambda: bool(demo.pod.timeline.all(What.EXITED, TRAINER)), START_SECONDS, "the search ends")
+    demo.pod.wait(lambda: bool(demo.pod.timeline.all(What.EXITED, TRAINER)), HANG_SECONDS, "the search ends")
     assert "found []" in demo.pod.log(TRAINER)
 
 
 def test_the_same_search_finds_it_in_the_agents_own_container(job: DemoJob) -> None:
     demo = job.start()
     demo.wait_begun()
-    code, output = demo.pod.execute(AGENT, ["python", "-c", SEARCH, SECRET_KEY], START_SECONDS)
+    code, output = demo.pod.execute(AGENT, ["python", "-c", SEARCH, SECRET_KEY], HANG_SECONDS)
     assert code == 0, output
     assert POD_CREDENTIALS_PATH in output
 
@@ -77,8 +78,8 @@ def test_of_a_claim_restore_and_agent_have_their_own_path_and_no_other_runs(shor
     with Node(short_directory / "n", images=images, claims={"checkpoints": claim}) as node:
         made = node.run(injected(pod))
         committed = claim / "runs/mine/.keepstep/commits"
-        made.wait(lambda: committed.is_dir() and any(committed.iterdir()), START_SECONDS, "the save is committed")
-        code, seen = made.execute(AGENT, ["sh", "-c", f"find {POD_DESTINATION_PATH} -maxdepth 3"], START_SECONDS)
+        made.wait(lambda: committed.is_dir() and any(committed.iterdir()), HANG_SECONDS, "the save is committed")
+        code, seen = made.execute(AGENT, ["sh", "-c", f"find {POD_DESTINATION_PATH} -maxdepth 3"], HANG_SECONDS)
     assert code == 0, seen
     assert f"{POD_DESTINATION_PATH}/checkpoints/runs/mine" in seen
     assert "other" not in seen
