@@ -23,12 +23,13 @@ unexport PYTHONDONTWRITEBYTECODE
 
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: setup setup-tests node demo fleet test test-quick test-slow test-trainers test-root test-containers test-python test-compatibility compatibility soak simulate hostile chaos lint format \
-	proto proto-check pages site docs bench scale clean
+.PHONY: setup setup-tests node demo fleet test test-quick test-slow test-root test-all test-nightly test-nightly-root \
+	test-containers test-python test-compatibility compatibility soak simulate hostile chaos lint format proto proto-check \
+	pages site docs bench scale clean
 
 setup: $(READY)
 
-setup-tests: $(FRAMEWORKS) $(PROTOC) node compatibility
+setup-tests: $(FRAMEWORKS) $(PROTOC) node
 
 # pip first, as a Python's own may be too old for --group; torch by itself, so that nothing else chooses its build.
 $(READY): pyproject.toml agent/pyproject.toml constraints.txt
@@ -55,28 +56,37 @@ demo: setup
 fleet: setup
 	$(BIN)/python -m examples.fleet $(ARGUMENTS)
 
-# Each test is in one of these, or in test-containers.
+# What every change must pass. CONTRIBUTING.md says which lane holds what.
 test: test-quick test-slow test-root
 
 test-quick: $(FRAMEWORKS) node
-	$(PYTEST) -m "not (slow or trainers or root or containers)"
+	$(PYTEST) -m "not (slow or trainers or root or containers or nightly)"
 
 # The files that use a marker, and the folders where a conftest.py does. To import all others in every process takes
 # longer than some tests.
-marked = $(sort $(patsubst %/conftest.py,%,$(shell grep -rlE --include='*.py' 'mark\.($(1))' tests)))
+marked = $(sort $(patsubst %/conftest.py,%,$(shell grep -rlE --include='*.py' '$(1)' tests)))
 
 # One at a time to each process, the longest first.
-test-slow: $(FRAMEWORKS) node
-	$(BIN)/python -m pytest -n $(WORKERS) --dist load --maxschedchunk 1 \
-		-m "(slow or trainers) and not (root or containers)" $(call marked,slow|trainers)
+LONGEST_FIRST := $(BIN)/python -m pytest -n $(WORKERS) --dist load --maxschedchunk 1
 
-# The part of it that trains with the frameworks.
-test-trainers: $(FRAMEWORKS)
-	$(PYTEST) -m "trainers and not root" $(call marked,trainers)
+test-slow: $(FRAMEWORKS) node
+	$(LONGEST_FIRST) -m "(slow or trainers) and not (root or containers or nightly)" $(call marked,mark\.(slow|trainers))
 
 # What needs root, or shows more to root, so that all others run as any user. Says what it skips for whom.
 test-root: $(FRAMEWORKS)
-	$(PYTEST) -m "root and not containers" $(call marked,root)
+	$(PYTEST) -m "root and not (containers or nightly)" $(call marked,mark\.root)
+
+# Everything else too, one part after the other, with the times of each: make test-all PARTS="test-nightly chaos"
+PARTS ?= test-quick test-slow test-root test-nightly test-nightly-root test-containers test-compatibility simulate \
+	hostile chaos soak
+test-all: setup-tests
+	.ci/lanes $(PARTS)
+
+test-nightly: $(FRAMEWORKS) node compatibility
+	$(LONGEST_FIRST) -m "nightly and not (root or containers)" $(call marked,mark\.nightly|import nightly)
+
+test-nightly-root: $(FRAMEWORKS)
+	$(PYTEST) -m "nightly and root and not containers" $(call marked,mark\.nightly|import nightly)
 
 # The image built for real, and pods of it; one at a time, they share what was built. Says what is missing where it skips.
 test-containers: $(READY)
@@ -88,7 +98,8 @@ test-python:
 	$(PYTHON) -m venv $(OTHER_PYTHON)
 	$(OTHER_PYTHON)/bin/python -m pip install --quiet --constraint constraints.txt --upgrade pip
 	$(OTHER_PYTHON)/bin/python -m pip install --quiet --constraint constraints.txt $(PACKAGES) --group test
-	$(OTHER_PYTHON)/bin/python -m pytest -n $(WORKERS) --dist worksteal -m "not (slow or trainers or root or containers)"
+	$(OTHER_PYTHON)/bin/python -m pytest -n $(WORKERS) --dist worksteal \
+		-m "not (slow or trainers or root or containers or nightly)"
 
 # The trainer's package with every protobuf, grpcio and Python of tests/compatibility/environments.py, as far as these
 # Pythons are on the PATH.

@@ -23,7 +23,7 @@ for name, value in TRAINER_ENVIRONMENT.items():
 
 pytest_plugins = ["tests.servers.fixtures"]
 
-_LANES = ("slow", "trainers", "root")
+_LANES = ("slow", "trainers", "root", "nightly")
 _HAS_TORCH = importlib.util.find_spec("torch") is not None
 _IMPORTS_TORCH = re.compile(rb"^ *(?:import|from) (?:torch|safetensors|keepstep\.torch_loop)", re.MULTILINE)
 
@@ -57,11 +57,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         for lane in _LANES:
             if item.get_closest_marker(lane) and not _names(item, lane):
-                raise pytest.UsageError(f"{item.nodeid}: neither its file nor a conftest.py beside it says mark.{lane}")
+                raise pytest.UsageError(f"{item.nodeid}: neither its file nor a conftest.py beside it says {lane}")
 
 
 def _names(item: pytest.Item, lane: str) -> bool:
-    return any(f"mark.{lane}" in _text(path) for path in (item.path, item.path.with_name("conftest.py")))
+    words = (f"mark.{lane}", f"import {lane}")
+    return any(word in _text(path) for word in words for path in (item.path, item.path.with_name("conftest.py")))
 
 
 @functools.cache

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from tests.lanes import nightly
 from tests.servers.fault_proxy import FaultProxy
 from tests.servers.faults import Fault, Rule
 from tests.servers.process import free_port
@@ -32,7 +33,7 @@ async def findings(settings: StoreSettings) -> dict[str, Finding]:
     return {finding.name: finding async for finding in examine(settings)}
 
 
-@pytest.mark.parametrize("server", ["rclone", "seaweed", "ceph"])
+@pytest.mark.parametrize("server", ["rclone", *nightly("seaweed", "ceph")])
 async def test_a_healthy_store_passes_every_question_and_is_left_clean(
     server: str, request: pytest.FixtureRequest
 ) -> None:
@@ -110,6 +111,7 @@ async def test_a_dead_endpoint_is_the_only_finding(rclone_bucket: Bucket) -> Non
     assert "endpoint" in found["reachable"].hint
 
 
+@pytest.mark.nightly
 async def test_wrong_credentials_reach_the_store_but_may_do_nothing(
     ceph_bucket: Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:

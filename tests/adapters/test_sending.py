@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from tests.harness.bounds import HANG_SECONDS
 from tests.harness.open_files import until_open
+from tests.lanes import nightly
 from tests.regions import make_file, region_of, rewrite, touch, truncate
 from tests.servers.fault_proxy import FaultProxy
 from tests.servers.faults import Fault, Rule
@@ -86,7 +87,7 @@ async def test_a_file_that_is_renamed_over_or_unlinked_is_still_sent_whole(
 
 
 @pytest.mark.parametrize("change", [truncate, rewrite, touch])
-@pytest.mark.parametrize("server", ["rclone", "rclone_tls", "ceph", "verifying"])
+@pytest.mark.parametrize("server", ["rclone", "rclone_tls", *nightly("ceph"), "verifying"])
 async def test_a_file_that_changes_on_its_way_to_a_store_is_not_stored(
     server: str, change: Callable[[Path], None], request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
@@ -169,6 +170,7 @@ async def test_an_answer_that_comes_before_the_body_is_not_believed(
         assert fault_proxy.hits("early") == 1
 
 
+@pytest.mark.nightly
 async def test_a_disk_that_is_slower_than_the_wire_is_no_silence(
     verifying_bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,6 +14,7 @@ import pytest
 from tests.fakes.fake_store import FakeStore
 from tests.fakes.memory_store import MemoryStore
 from tests.harness.plain_transfer import PlainTransfer
+from tests.lanes import nightly
 from tests.regions import make_file, parts_of, region_of
 
 from keepstep_agent.adapters.checksum import crc64nvme, region_checksum, region_md5
@@ -26,17 +27,19 @@ from keepstep_agent.core.settings.values import MIB, StoreSettings
 from keepstep_agent.core.stored.object_layout import PROBE_PREFIX
 from keepstep_agent.ports import ObjectStore
 
-S3_SERVERS = ["rclone", "rclone_tls", "moto", "seaweed", "ceph", "verifying"]
+S3_SERVERS = ["rclone_tls", "moto", "verifying"]
+S3_SERVERS_AT_NIGHT = ["rclone", "seaweed", "ceph"]
 PLAIN = "plain bodies on "
 """The reference for how bytes move, on the strictest server and over TLS."""
-S3_KINDS = [*S3_SERVERS, f"{PLAIN}ceph", f"{PLAIN}rclone_tls"]
+S3_KINDS_AT_NIGHT = [*S3_SERVERS_AT_NIGHT, f"{PLAIN}ceph", f"{PLAIN}rclone_tls"]
 IN_MEMORY = {"memory": MemoryStore, "fake": FakeStore}
+S3_KINDS = [*S3_SERVERS, *S3_KINDS_AT_NIGHT]
 TELLS_MD5 = [*IN_MEMORY, *S3_KINDS]
 REFUSES_IF_PRESENT = [*IN_MEMORY, "filesystem", "moto", "seaweed", "ceph"]
 PART_BYTES = 5 * MIB
 
 
-@pytest.fixture(params=[*IN_MEMORY, "filesystem", *S3_KINDS])
+@pytest.fixture(params=[*IN_MEMORY, "filesystem", *S3_SERVERS, *nightly(*S3_KINDS_AT_NIGHT)])
 def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -180,7 +183,7 @@ async def test_the_folders_of_a_level_are_those_that_hold_an_object(store: Objec
     assert await folders(store, "b/c/") == await folders(store, "nothing/") == []
 
 
-@pytest.mark.parametrize("kind", ["filesystem", *S3_SERVERS])
+@pytest.mark.parametrize("kind", ["filesystem", *S3_SERVERS, *nightly(*S3_SERVERS_AT_NIGHT)])
 async def test_a_destination_means_every_letter_of_it(
     kind: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:

@@ -17,10 +17,13 @@ from keepstep_agent.adapters.open_store import open_store
 from keepstep_agent.core.settings.values import StoreSettings
 from keepstep_agent.ports import StoreCapabilities
 
-pytestmark = pytest.mark.skipif(
-    shutil.which("cc") is None or not Path("/usr/include/openssl/ssl.h").exists(),
-    reason="no C compiler or no headers of OpenSSL",
-)
+pytestmark = [
+    pytest.mark.nightly,
+    pytest.mark.skipif(
+        shutil.which("cc") is None or not Path("/usr/include/openssl/ssl.h").exists(),
+        reason="no C compiler or no headers of OpenSSL",
+    ),
+]
 MIB = 1 << 20
 
 

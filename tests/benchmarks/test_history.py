@@ -6,7 +6,7 @@ import pytest
 from benchmarks.history import goals, measure, page
 from tests.servers.server import ENVIRONMENT
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.nightly, pytest.mark.slow, pytest.mark.timeout(1200)]
 
 
 def test_every_operation_works_on_the_history_that_is_written(

@@ -11,7 +11,7 @@ from benchmarks.mirror_overhead import WAYS, one_turn
 from benchmarks.saving_program import SIZES, TornError, content_of, load
 from benchmarks.sync_contestants import loops
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.nightly, pytest.mark.slow, pytest.mark.timeout(1200)]
 needs_compiler = pytest.mark.skipif(
     shutil.which("cc") is None or not Path("/usr/include/openssl/ssl.h").exists(),
     reason="no C compiler or no headers of OpenSSL",

@@ -6,6 +6,8 @@ import pytest
 
 from benchmarks import scale, scale_simulation
 
+pytestmark = pytest.mark.nightly
+
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)

@@ -12,7 +12,7 @@ from tests.browser.conftest import HOSTILE, Shown
 from tests.harness.bounds import HANG_SECONDS
 from tests.servers.process import Daemon, wait_until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.nightly, pytest.mark.slow, pytest.mark.timeout(900)]
 
 ROWS = "tbody th a"
 TEAMS = [f"teams/{name}" for name in ("abandoned", "complete", "interrupted", "running", "stopped", "unreadable")]

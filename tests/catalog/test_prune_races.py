@@ -13,6 +13,7 @@ import pytest
 from tests.catalog.turns import Turns, TurnStore
 from tests.core.retention_oracle import must_stay, wanted_by_policies
 from tests.fakes.memory_store import MemoryStore
+from tests.lanes import nightly
 from tests.restore.stored_checkpoints import store_checkpoint
 
 from keepstep_agent.catalog.deep_check import check
@@ -204,7 +205,7 @@ async def _all_are_whole(store: MemoryStore) -> None:
         assert await check(store, one) == ()
 
 
-@pytest.mark.parametrize("first", range(0, 30, _SEEDS_PER_TEST))
+@pytest.mark.parametrize("first", [0, *nightly(*range(_SEEDS_PER_TEST, 30, _SEEDS_PER_TEST))])
 async def test_saves_restores_and_prunes_in_any_order_break_no_promise(first: int) -> None:
     found = [await _simulate(seed) for seed in range(first, first + _SEEDS_PER_TEST)]
     assert all(sum(counts) > 3 * _SEEDS_PER_TEST for counts in zip(*found, strict=True))

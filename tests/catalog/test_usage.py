@@ -57,6 +57,7 @@ async def test_one_marker_of_each_run_is_read_and_all_if_their_kinds_are_wanted(
     assert UseKind.CHECKPOINT not in counts
 
 
+@pytest.mark.nightly
 async def test_hundreds_of_runs_of_hundreds_of_checkpoints_take_one_listing(store: FakeStore) -> None:
     await store_checkpoint(store, 200, ranks=[{"model.pt": b"x"}], kind=Kind.FINAL)
     stored, older = dict(store.objects), StoredObject(b"12345", store.now)

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.nightly
+
 ROOT = Path(__file__).parents[2]
 # Bounds a hang and judges no speed: on a busy machine the calm after each episode takes many minutes.
 SECONDS = 3600

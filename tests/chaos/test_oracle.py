@@ -14,6 +14,8 @@ from tests.harness.bucket_view import BucketView
 from tests.servers.faults import Request
 from tests.servers.server import Bucket
 
+pytestmark = pytest.mark.nightly
+
 RUN = "run-1"
 STEPS = (1, 2, 3)
 KEEP_LAST = 2

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from tests.catalog.stored_snapshots import output, store_snapshot
 from tests.harness.warm_python import keepstep
+from tests.lanes import nightly
 from tests.restore.stored_checkpoints import store_checkpoint
 from tests.servers.server import Bucket
 
@@ -50,7 +51,7 @@ def kinds_of(usage: Any, field: str = "count") -> dict[str, int]:
     return {kind: amount[field] for kind, amount in usage["kinds"].items()}
 
 
-@pytest.mark.parametrize("server", ["rclone", "seaweed"])
+@pytest.mark.parametrize("server", ["rclone", *nightly("seaweed")])
 def test_what_du_counts_is_what_the_bucket_holds(server: str, request: pytest.FixtureRequest) -> None:
     bucket: Bucket = request.getfixturevalue(f"{server}_bucket")
     settings = bucket.settings()

@@ -242,6 +242,7 @@ print(len(os.listdir("/proc/self/fd")))
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("_no_fork_handlers_set")
 def test_a_fork_right_after_a_call_neither_hangs_nor_calls(tmp_path: Path, volume: Path, agent: AgentServer) -> None:
     socket = volume / names.STATE_DIRECTORY / names.SOCKET
@@ -331,6 +332,7 @@ runpy.run_path(sys.argv[1], run_name="__main__")
 """
 
 
+@pytest.mark.nightly
 def test_the_example_stopped_and_started_again_ends_bit_identical(tmp_path: Path) -> None:
     example = str(ROOT / "examples" / "torch_loop.py")
     whole = tmp_path / "whole"

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from tests.harness.agent_process import wait_until
 from tests.harness.bounds import HANG_SECONDS
+from tests.lanes import nightly
 from tests.servers.process import free_port
 
 from keepstep import autoload
@@ -96,7 +97,12 @@ def wait_gone(pids: list[int]) -> None:
 
 @pytest.mark.parametrize(
     ("method", "install"),
-    [("fork", "before-torch"), ("fork", "after-torch"), ("spawn", "after-torch"), ("forkserver", "after-torch")],
+    [
+        ("fork", "before-torch"),
+        ("fork", "after-torch"),
+        pytest.param("spawn", "after-torch", marks=pytest.mark.nightly),
+        ("forkserver", "after-torch"),
+    ],
 )
 def test_a_loaders_workers_deliver_after_the_groups_sigterm(method: str, install: str) -> None:
     with program("load", "--method", method, "--install", install) as started:
@@ -106,7 +112,7 @@ def test_a_loaders_workers_deliver_after_the_groups_sigterm(method: str, install
         assert not any(map(lives, workers))
 
 
-@pytest.mark.parametrize("method", ["fork", "forkserver"])
+@pytest.mark.parametrize("method", ["fork", *nightly("forkserver")])
 def test_with_autoload_they_do_so_with_no_code_at_all(method: str) -> None:
     with program("load", "--method", method, autoloaded=True) as started:
         started.wait_children()
@@ -114,6 +120,7 @@ def test_with_autoload_they_do_so_with_no_code_at_all(method: str) -> None:
         assert started.end() == (0, ["stopping", "done"], "")
 
 
+@pytest.mark.nightly
 def test_under_torchrun_the_workers_of_all_ranks_deliver_after_its_sigterm() -> None:
     with program("load", autoloaded=True, ranks=2) as started:
         workers = started.wait_children() + started.wait_children()
@@ -134,7 +141,7 @@ def test_without_it_the_groups_sigterm_takes_the_workers_away() -> None:
 
 
 @pytest.mark.parametrize(
-    "how", [("fork",), ("fork", "--busy"), ("spawn", "--busy"), ("forkserver", "--busy")], ids=" ".join
+    "how", [("fork",), ("fork", "--busy"), *nightly(("spawn", "--busy"), ("forkserver", "--busy"))], ids=" ".join
 )
 def test_workers_die_with_a_parent_that_is_killed(how: tuple[str, ...]) -> None:
     with program("load", "--install", "after-torch", "--method", *how) as started:

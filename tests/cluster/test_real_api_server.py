@@ -24,7 +24,9 @@ from tests.injection import golden_pods
 from keepstep_agent.core.injection.spec import Mutation
 from keepstep_agent.webhook.certificates import read_secret
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.nightly, pytest.mark.slow, pytest.mark.timeout(1200)]
+
+_SECONDS = 120.0
 
 
 def pod(namespace: str, **annotations: str) -> Object:

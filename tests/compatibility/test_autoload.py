@@ -16,7 +16,7 @@ from tests.servers.server import Bucket
 from keepstep_agent.cli.autoload import copy_autoload
 from keepstep_api.names import JUST_IN_TIME_EXIT_CODE
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1000)]
+pytestmark = [pytest.mark.nightly, pytest.mark.slow, pytest.mark.timeout(1000)]
 
 
 def test_a_stopped_trainer_without_grpcio_and_protobuf_goes_on(rclone_bucket: Bucket, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from tests.servers.server import Bucket
 
 from keepstep_api.names import JUST_IN_TIME_EXIT_CODE
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1000)]
+pytestmark = [pytest.mark.nightly, pytest.mark.slow, pytest.mark.timeout(1000)]
 
 
 @pytest.mark.parametrize("environment", ENVIRONMENTS, ids=lambda one: one.name)

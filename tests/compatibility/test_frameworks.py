@@ -7,7 +7,7 @@ import sysconfig
 import pytest
 from tests.compatibility.environments import FRAMEWORKS, ROOT, FrameworkEnvironment
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.nightly, pytest.mark.slow, pytest.mark.timeout(1800)]
 CASES = [
     pytest.param(environment, test, id=f"{environment.name}-{test}")
     for environment in FRAMEWORKS

@@ -72,6 +72,7 @@ async def test_runs_that_do_not_run_are_looked_at_less_often() -> None:
     }
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_console_of_500_runs_of_200_checkpoints_stays_below_150_mib() -> None:
     done = subprocess.run(

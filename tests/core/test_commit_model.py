@@ -17,8 +17,8 @@ def _report(variant: Variant, bounds: Bounds, result: Result) -> None:
     [
         _FAST,
         Bounds(crashes=2, late_requests=0),
-        pytest.param(Bounds(crashes=2, late_requests=1), marks=pytest.mark.slow),
-        pytest.param(Bounds(crashes=1, late_requests=2, lost_objects=1), marks=pytest.mark.slow),
+        pytest.param(Bounds(crashes=2, late_requests=1), marks=pytest.mark.nightly),
+        pytest.param(Bounds(crashes=1, late_requests=2, lost_objects=1), marks=pytest.mark.nightly),
         Bounds(agents=3, crashes=1, late_requests=0),
     ],
     ids=str,

@@ -67,6 +67,7 @@ class Meter:
         return (total - before) / (now - began_at) if now - began_at >= seconds else 0.0
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "sizes", [{"model.bin": 600_000_000}, {f"{one}.bin": 100_000 for one in range(6_000)}], ids=len

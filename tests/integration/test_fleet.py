@@ -70,6 +70,7 @@ def _left_behind(folder: Path) -> list[str]:
     return found
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_fleet_shows_twelve_runs_and_ctrl_c_leaves_nothing_behind(short_directory: Path) -> None:
@@ -111,6 +112,7 @@ def test_the_fleet_shows_twelve_runs_and_ctrl_c_leaves_nothing_behind(short_dire
     assert not _left_behind(short_directory)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_fleet_that_is_terminated_as_it_begins_leaves_nothing_behind(short_directory: Path) -> None:

@@ -112,6 +112,7 @@ for content in sys.argv[2:]:
 """
 
 
+@pytest.mark.nightly
 def test_a_file_that_is_rewritten_in_place_is_sent_after_each_restore(place: Place) -> None:
     for life, found in enumerate(["nothing", "life 0", "life 1"]):
         result = place.run(REWRITE, f"life {life}")
@@ -169,6 +170,7 @@ def test_a_file_cut_short_is_in_no_snapshot_and_the_last_lines_and_the_code_say_
 READ = SAVE.replace("out.mkdir", "old = [path.read_text() for path in out.rglob('*') if path.is_file()]\nout.mkdir")
 
 
+@pytest.mark.nightly
 def test_a_program_that_ignores_what_was_restored_is_told_so_at_its_end(place: Place) -> None:
     place.run(SAVE, "step-1", "step-2")
     place.lose_the_disk()
@@ -308,6 +310,7 @@ def test_ls_and_verify_show_snapshots(place: Place) -> None:
     assert json_lines(verified.stderr) == []
 
 
+@pytest.mark.nightly
 def test_a_signal_after_the_programs_end_limits_the_wait_for_a_snapshot_on_its_way(place: Place) -> None:
     large = "import sys, time; from pathlib import Path; out = Path(sys.argv[1]); out.mkdir(exist_ok=True);"
     large += "(out / 'large').write_bytes(bytes(50_000_000)); go = out.parent / 'go'\n"

@@ -166,6 +166,7 @@ def test_a_node_program_hears_by_attach_that_it_shall_save_and_that_its_pod_ends
     assert _stored_steps(rclone_bucket) == [int(last), int(saved.removeprefix("checkpoint-"))]
 
 
+@pytest.mark.nightly
 def test_a_node_program_stopped_under_keepstep_run_goes_on_bit_identical_on_a_new_disk(
     short_directory: Path, rclone_bucket: Bucket
 ) -> None:
@@ -213,6 +214,7 @@ def test_a_node_program_without_an_agent_ends_by_itself_with_its_checkpoint_on_t
     assert (tmp_path / "volume" / "checkpoints" / "checkpoint-100" / "state.json").exists()
 
 
+@pytest.mark.nightly
 def test_an_agent_that_accepts_and_never_answers_does_not_hold_a_node_program(short_directory: Path) -> None:
     path = short_directory / "deaf.sock"
     with socket.socket(socket.AF_UNIX) as deaf:

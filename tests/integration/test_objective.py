@@ -19,7 +19,7 @@ STORE_BYTES_PER_SECOND = 16 * 1024 * 1024
 COMMITS = 2
 JUST_IN_TIME = 143
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.nightly, pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 def moments(run: RunProcess, event: str) -> list[float]:

@@ -12,6 +12,7 @@ from tests.harness.agent_process import AgentProcess, tree, wait_until, write_ch
 from tests.harness.bounds import HANG_SECONDS
 from tests.harness.bucket_view import BucketView
 from tests.harness.run_process import RunProcess
+from tests.lanes import nightly
 from tests.servers.fault_proxy import FaultProxy
 from tests.servers.faults import Fault, Request, Rule
 from tests.servers.server import Bucket
@@ -27,7 +28,7 @@ OUTAGE_SECONDS = 60.0
 JUST_IN_TIME = 143
 
 
-@pytest.fixture(params=["rclone", "seaweed"])
+@pytest.fixture(params=["rclone", *nightly("seaweed")])
 def bucket(request: pytest.FixtureRequest) -> Bucket:
     """On a store that ignores conditions, and on one that honours them."""
     found: Bucket = request.getfixturevalue(f"{request.param}_bucket")
@@ -195,6 +196,7 @@ def test_requests_that_arrive_twice_commit_once(bucket: Bucket, proxy: FaultProx
     check_whole(bucket, originals, tmp_path / "other")
 
 
+@pytest.mark.nightly
 def test_an_outage_with_hundreds_of_files_is_no_storm_and_ends_soon(
     rclone_bucket: Bucket, fault_proxy: FaultProxy, tmp_path: Path
 ) -> None:

@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from tests.harness.agent_process import AgentProcess, tree, wait_until
 from tests.harness.bounds import HANG_SECONDS
 from tests.harness.bucket_view import BucketView
+from tests.lanes import nightly
 from tests.servers.fault_proxy import FaultProxy
 from tests.servers.server import Bucket
 
@@ -78,7 +79,8 @@ def bytes_in_place(path: Path, generation: int) -> None:
 
 
 Writer = Callable[[Path, int], None]
-WRITERS: list[Writer] = [torch_save, single_file, distributed, safetensors, copied_in_place, bytes_in_place]
+WRITERS: list[Writer] = [torch_save, distributed, bytes_in_place]
+WRITERS_AT_NIGHT: list[Writer] = [single_file, safetensors, copied_in_place]
 
 
 class Bytes:
@@ -127,7 +129,7 @@ def outcome(agent: AgentProcess, save: str) -> agent_pb2.Checkpoint:
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 @pytest.mark.filterwarnings("ignore:Detected an existing checkpoint:UserWarning")
-@pytest.mark.parametrize("writer", WRITERS, ids=lambda writer: writer.__name__)
+@pytest.mark.parametrize("writer", [*WRITERS, *nightly(*WRITERS_AT_NIGHT)], ids=lambda writer: writer.__name__)
 def test_what_is_overwritten_during_its_upload_is_never_committed_as_a_mix(
     rclone_bucket: Bucket, fault_proxy: FaultProxy, tmp_path: Path, writer: Writer
 ) -> None:

@@ -16,6 +16,7 @@ from tests.harness.agent_process import AgentProcess, tree, wait_until, write_ch
 from tests.harness.bounds import HANG_SECONDS
 from tests.harness.bucket_view import BucketView
 from tests.harness.trainer_process import TrainerProcess
+from tests.lanes import nightly
 from tests.servers.fault_proxy import FaultProxy
 from tests.servers.faults import Fault, Request, Rule
 from tests.servers.server import Bucket
@@ -153,7 +154,7 @@ def test_a_directory_of_two_ranks_survives_the_agents_death_at_every_step_of_its
     assert view.uploads() == []
 
 
-@pytest.mark.parametrize("order", [(0, 1, 2), (1, 2, 0), (2, 1, 0)], ids=str)
+@pytest.mark.parametrize("order", [(1, 2, 0), *nightly((0, 1, 2), (2, 1, 0))], ids=str)
 def test_ranks_may_announce_in_any_order_and_twice(
     make_pods: MakePods, rclone_bucket: Bucket, tmp_path: Path, order: tuple[int, ...]
 ) -> None:
@@ -233,7 +234,7 @@ def test_the_end_waits_for_the_rank_that_is_missing_and_not_for_a_number_of_them
         assert agent.wait(HANG_SECONDS) == 0, agent.log_text()
 
 
-@pytest.mark.parametrize("last", [0, 1])
+@pytest.mark.parametrize("last", [0, *nightly(1)])
 def test_two_pods_of_two_ranks_commit_when_both_have_sealed_and_not_before(
     make_pods: MakePods, rclone_bucket: Bucket, tmp_path: Path, last: int
 ) -> None:
@@ -263,7 +264,7 @@ def test_two_pods_of_two_ranks_commit_when_both_have_sealed_and_not_before(
         assert tree(pod.restore(view, tmp_path)) == originals[0] | originals[1]
 
 
-@pytest.mark.parametrize("moment", ["before it announced", "between its ranks", "before it sealed"])
+@pytest.mark.parametrize("moment", ["before it sealed", *nightly("before it announced", "between its ranks")])
 def test_when_one_pod_is_killed_before_it_sealed_both_restore_the_checkpoint_before(
     make_pods: MakePods, rclone_bucket: Bucket, tmp_path: Path, moment: str
 ) -> None:
@@ -315,6 +316,7 @@ def upload_slowly(pod: Pod) -> None:
     pod.proxy.throttle(0)
 
 
+@pytest.mark.nightly
 def test_pods_whose_wires_suit_different_parts_may_bring_the_same_file(
     make_pods: MakePods, rclone_bucket: Bucket, tmp_path: Path
 ) -> None:
@@ -334,6 +336,7 @@ def test_pods_whose_wires_suit_different_parts_may_bring_the_same_file(
     assert tree(pods[0].restore(view, tmp_path)) == originals
 
 
+@pytest.mark.nightly
 def test_ranks_of_one_pod_that_are_staged_before_and_after_its_wire_got_slow_may_bring_the_same_file(
     make_pods: MakePods, rclone_bucket: Bucket, tmp_path: Path
 ) -> None:

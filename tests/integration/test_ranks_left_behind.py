@@ -8,6 +8,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import pytest
 from tests.harness.agent_process import wait_until
 from tests.harness.bounds import HANG_SECONDS
 from tests.harness.bucket_view import BucketView
@@ -91,6 +92,7 @@ def test_a_rank_left_behind_that_does_not_save_is_given_up_after_the_grace_perio
     assert not BucketView(rclone_bucket).markers()
 
 
+@pytest.mark.nightly
 def test_no_notice_no_deadline_the_save_of_a_rank_left_behind_may_take_its_time(
     rclone_bucket: Bucket, fault_proxy: FaultProxy, tmp_path: Path
 ) -> None:

@@ -50,6 +50,7 @@ def test_the_documented_line_resumes_a_script_with_what_was_restored(tmp_path: P
     assert arguments(run) == ["", *options]
 
 
+@pytest.mark.nightly
 def test_a_run_that_restores_nothing_names_no_earlier_checkpoint(tmp_path: Path, command: tuple[str, ...]) -> None:
     volume = tmp_path / "volume"
     options = {"volume": volume, "destination": f"file://{tmp_path}/store", "command": command}

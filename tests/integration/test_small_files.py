@@ -8,6 +8,7 @@ import pytest
 from tests.harness.agent_process import AgentProcess, tree, wait_until, write_checkpoint
 from tests.harness.bounds import HANG_SECONDS
 from tests.harness.bucket_view import BucketView
+from tests.lanes import nightly
 from tests.servers.fault_proxy import FaultProxy
 from tests.servers.faults import Request
 from tests.servers.server import Bucket
@@ -29,7 +30,7 @@ def accepted_packs(proxy: FaultProxy) -> Counter[str]:
     return Counter(request.path for request in proxy.log if is_pack(request) and request.status == 200)
 
 
-@pytest.mark.parametrize("server", ["rclone_tls", "moto", "ceph"])
+@pytest.mark.parametrize("server", ["rclone_tls", *nightly("moto", "ceph")])
 def test_many_small_files_are_a_few_archives_that_tar_unpacks_and_restore_brings_back(
     server: str, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

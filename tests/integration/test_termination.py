@@ -12,6 +12,7 @@ from tests.harness.agent_process import AgentProcess, wait_until, write_checkpoi
 from tests.harness.bounds import HANG_SECONDS
 from tests.harness.bucket_view import BucketView
 from tests.harness.trainer_process import TrainerProcess
+from tests.lanes import nightly
 from tests.servers.fault_proxy import FaultProxy
 from tests.servers.faults import Fault, Rule
 from tests.servers.server import Bucket
@@ -77,7 +78,7 @@ def left_at(agent: AgentProcess) -> float:
     return datetime.fromisoformat(agent.log("agent.exiting")[-1]["timestamp"]).timestamp()
 
 
-@pytest.mark.parametrize("order", ORDERS, ids="-".join)
+@pytest.mark.parametrize("order", [*ORDERS[:2], *nightly(*ORDERS[2:])], ids="-".join)
 def test_with_time_enough_the_last_save_and_then_the_backlog_are_committed(pod: Pod, order: tuple[str, ...]) -> None:
     pod.proxy.throttle(8 * MIB)
     with pod.agent as agent, TrainerProcess(agent.volume) as trainer:

@@ -22,6 +22,7 @@ def trainer(tmp_path: Path) -> OneProcess:
     return OneProcess(program=PROGRAM, volume=tmp_path / "volume", libraries=LIBRARIES)
 
 
+@pytest.mark.nightly
 def test_a_notice_in_an_accumulation_is_obeyed_when_all_that_belongs_to_the_step_is_done(trainer: OneProcess) -> None:
     loop = ("--loop", "accumulate", "--accumulation", "2")
     stopped = trainer.run(*loop, "--told-at", '["2", "forward"]')
@@ -47,6 +48,7 @@ def test_an_evaluation_ends_before_a_notice_is_obeyed(trainer: OneProcess) -> No
     assert trainer.records() == [("checkpoint_0", 1, "just-in-time")]
 
 
+@pytest.mark.nightly
 def test_a_loop_that_shows_its_optimizers_alone_is_saved_beside_its_own_checkpoints_by_their_names(
     trainer: OneProcess,
 ) -> None:
@@ -103,6 +105,7 @@ def test_after_the_training_sigterm_ends_the_program_as_without_keepstep(trainer
     assert ended.code == -15, ended.errors
 
 
+@pytest.mark.nightly
 def test_with_deepspeed_inside_it_an_evaluation_ends_before_a_notice_is_obeyed_and_the_engine_goes_on_there(
     tmp_path: Path,
 ) -> None:

@@ -27,6 +27,7 @@ def trainer(tmp_path: Path) -> OneProcess:
     return OneProcess(program=PROGRAM, volume=tmp_path / "volume", libraries=("torch", "deepspeed"))
 
 
+@pytest.mark.nightly
 def test_a_notice_in_an_accumulation_is_obeyed_at_its_end_with_the_client_state_as_it_is_then(
     trainer: OneProcess, tmp_path: Path
 ) -> None:
@@ -62,6 +63,7 @@ def test_training_in_the_mode_of_evaluation_is_training(trainer: OneProcess) -> 
     assert trainer.records() == [("global_step1", 1, "just-in-time")]
 
 
+@pytest.mark.nightly
 def test_before_the_programs_own_first_save_its_client_state_is_the_one_it_loaded(
     trainer: OneProcess, tmp_path: Path
 ) -> None:
@@ -79,6 +81,7 @@ def test_before_the_programs_own_first_save_its_client_state_is_the_one_it_loade
     assert "loaded=None" in begun.lines, "weights alone begin a training, with what the program says"
 
 
+@pytest.mark.nightly
 def test_a_zero_checkpoint_of_another_number_of_ranks_is_refused_with_what_to_do(
     trainer: OneProcess, tmp_path: Path
 ) -> None:
@@ -106,6 +109,7 @@ def names(directory: Path) -> list[str]:
     return [path.name for path in directory.iterdir()]
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_a_universal_checkpoint_comes_back_with_the_file_that_names_it(tmp_path: Path) -> None:

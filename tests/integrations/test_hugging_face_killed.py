@@ -15,7 +15,7 @@ from tests.integrations.one_process import OneProcess
 pytest.importorskip("transformers")
 
 PROGRAM = Path(__file__).with_name("killed_trainer.py")
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.nightly, pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 @pytest.fixture

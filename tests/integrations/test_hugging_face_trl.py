@@ -139,6 +139,7 @@ def losses(trainer: Any) -> list[tuple[int, float]]:
 SINCE_0_14 = pytest.mark.skipif(not hasattr(trl, "GRPOTrainer"), reason="trl has this trainer since 0.14")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("make", "identical"),
     [(sft, True), (dpo, True), (reward, True), pytest.param(grpo, False, marks=SINCE_0_14)],

@@ -64,6 +64,7 @@ def test_the_loop_of_the_readme_runs_alone_and_resumes(tmp_path: Path) -> None:
     assert run(tmp_path, sys.executable, program) == "checkpoint-1000 False\n"
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(3 * HANG_SECONDS)
 def test_the_loop_of_the_readme_goes_on_from_its_destination_after_its_disk_is_lost(short_directory: Path) -> None:
     program = write_loop(short_directory)

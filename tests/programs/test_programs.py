@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from tests.harness.bounds import HANG_SECONDS
 from tests.harness.warm_python import warm_python
+from tests.lanes import nightly
 from tests.programs.bin_shards import SHARDS
 from tests.programs.lives import Lives, Moment, Snapshot
 from tests.programs.training import PIECE_BYTES, newest
@@ -180,7 +181,7 @@ def test_a_save_that_a_kill_cut_short_is_no_part_of_the_snapshot(name: str, tmp_
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("group", PROGRAMS)
+@pytest.mark.parametrize("group", ["files-side-by-side", *nightly(*sorted(PROGRAMS.keys() - {"files-side-by-side"}))])
 def test_a_killed_program_that_lost_its_disk_resumes_from_a_complete_save(group: str, tmp_path: Path) -> None:
     # They mostly sleep.
     with ThreadPoolExecutor(len(PROGRAMS[group])) as threads:

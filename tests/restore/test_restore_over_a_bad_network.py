@@ -94,6 +94,7 @@ async def test_a_store_that_goes_away_midway_is_an_error_and_nothing_is_half_mad
     assert not list((volume / ".keepstep" / "incoming").iterdir())
 
 
+@pytest.mark.nightly
 async def test_pods_that_start_together_agree_on_ceph(ceph_bucket: Bucket, tmp_path: Path) -> None:
     await fill(ceph_bucket.settings(), 100, 200)
     async with asyncio.timeout(HANG_SECONDS):

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
 from tests.harness.agent_process import AgentProcess, wait_until, write_checkpoint
 from tests.harness.bounds import HANG_SECONDS
 from tests.servers.fault_proxy import FaultProxy
@@ -147,6 +148,7 @@ def test_a_store_that_is_down_at_the_start_is_said_and_asked_again_when_needed(
         wait_ready(agent)
 
 
+@pytest.mark.nightly
 def test_an_agent_stays_below_100_mib_while_as_much_is_on_the_wire_as_may_be(
     tmp_path: Path, rclone_tls_bucket: Bucket
 ) -> None:

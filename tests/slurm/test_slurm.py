@@ -17,6 +17,7 @@ from tests.servers.server import Bucket
 from tests.servers.slurm import SlurmCluster, missing_programs
 
 pytestmark = [
+    pytest.mark.nightly,
     pytest.mark.root,
     pytest.mark.timeout(1800),
     pytest.mark.skipif(os.geteuid() != 0, reason="only root can run slurmd"),

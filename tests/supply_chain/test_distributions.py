@@ -194,6 +194,7 @@ def test_the_version_is_printed_without_the_agent_or_anything_that_takes_time(tr
     assert loaded[1] - loaded[0] == {"keepstep_api", "keepstep_api.command"}
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize("arguments", [["--help"], ["ls", "file:///nowhere"], []])
 def test_without_the_agents_package_every_command_says_what_to_install(
@@ -206,6 +207,7 @@ def test_without_the_agents_package_every_command_says_what_to_install(
     ]
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_trainer_saves_with_its_package_alone_and_can_call_an_agent(trainers: Environment) -> None:
     calls = "import keepstep.agent_client.channel"

@@ -69,6 +69,7 @@ def _environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith(ours)}
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_dry_run_makes_the_same_files_each_time_and_says_what_it_leaves_out(checkout: Path) -> None:
     made = []
@@ -86,6 +87,7 @@ def test_a_dry_run_makes_the_same_files_each_time_and_says_what_it_leaves_out(ch
     assert "not signed: neither GPG_KEY nor COSIGN_KEY is given" in done.stdout
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_the_image_is_built_for_the_given_platforms_and_pushed_only_by_a_release(checkout: Path) -> None:
     base = f"registry.example/python:3.12@sha256:{'a' * 64}"
@@ -96,6 +98,7 @@ def test_the_image_is_built_for_the_given_platforms_and_pushed_only_by_a_release
     assert f"dry run, left out: echo manifest push --all {image} docker://{image}" in done.stdout
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_release_is_signed_by_the_keys_that_are_given(checkout: Path, short_directory: Path) -> None:
     if not shutil.which("gpg"):
@@ -142,18 +145,28 @@ def test_a_workflow_runs_make_targets_that_exist_with_the_least_rights(workflow:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     assert content["permissions"] in ({}, {"contents": "read"})
     for job in content["jobs"].values():
-        assert job["timeout-minutes"] <= 90
+        assert job["timeout-minutes"] <= (350 if workflow.name == "nightly.yml" else 90)
         assert _targets(job) <= targets
         for action in (step["uses"] for step in job["steps"] if "uses" in step):
             assert re.fullmatch(r"[\w.-]+/[\w.-]+@(v\d+|release/v\d+)", action), action
 
 
 def test_the_workflow_of_ci_runs_every_lane() -> None:
-    (ci,) = [path for path in WORKFLOWS if path.name == "ci.yml"]
-    jobs = yaml.safe_load(ci.read_text())["jobs"].values()
-    lanes = set(re.findall(r"\bmake (lint|test-[a-z]+)", (ROOT / ".ci" / "run").read_text()))
-    assert lanes
-    assert lanes - set().union(*map(_targets, jobs)) == set()
+    runs = re.findall(r"\.ci/lanes (.*)", (ROOT / ".ci" / "run").read_text())
+    lanes = {lane for line in runs for lane in line.split()}
+    assert lanes >= {"lint", "test-quick", "test-slow", "test-root"}
+    assert lanes <= _targets_of("ci.yml")
+
+
+def test_each_night_every_part_of_test_all_is_run() -> None:
+    parts = re.search(r"^PARTS \?=((?:.*\\\n)*.*)", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert parts
+    assert set(parts[1].replace("\\", "").split()) <= _targets_of("nightly.yml")
+
+
+def _targets_of(workflow: str) -> set[str]:
+    (path,) = [path for path in WORKFLOWS if path.name == workflow]
+    return set().union(*map(_targets, yaml.safe_load(path.read_text())["jobs"].values()))
 
 
 def _targets(job: dict[str, Any]) -> set[str]:

@@ -57,6 +57,7 @@ def test_the_image_installs_nothing_but_what_is_locked() -> None:
         assert "--require-hashes" in command or "--no-deps --no-index dist/*.whl" in command
 
 
+@pytest.mark.nightly
 def test_the_sbom_is_valid_and_names_every_locked_package(tmp_path: Path) -> None:
     """By the generator's own check against CycloneDX's schema, and the command of `make sbom`."""
     told = subprocess.run(

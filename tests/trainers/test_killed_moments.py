@@ -10,6 +10,7 @@ from typing import Final, assert_never
 
 import pytest
 from tests.harness.bounds import HANG_SECONDS
+from tests.lanes import nightly
 from tests.trainers.job import LIBRARIES
 from tests.trainers.life import Life, newest_whole
 from tests.trainers.save_moments import Moment, Way
@@ -27,7 +28,7 @@ ONE_FILE: Final = ("lightning_trainer",)
 pytestmark = [pytest.mark.trainers, pytest.mark.timeout(1800)]
 
 
-@pytest.mark.parametrize("trainer", list(LIBRARIES))
+@pytest.mark.parametrize("trainer", ["hugging_face", *nightly(*sorted(LIBRARIES.keys() - {"hugging_face"}))])
 @pytest.mark.parametrize("ranks", [1, 2] if SOAK else [1])
 def test_ended_at_a_moment_of_a_save_it_goes_on_from_a_whole_checkpoint(
     trainer: str, ranks: int, tmp_path: Path

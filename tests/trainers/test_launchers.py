@@ -101,6 +101,7 @@ def test_spawned_ranks_whose_parent_dies_of_the_sigterm_save_just_in_time(
     assert committed_steps(rclone_bucket) == set(last_steps(tmp_path)), run.output()
 
 
+@pytest.mark.nightly
 def test_with_autoload_the_parent_of_spawned_ranks_waits_for_them_and_exits_as_they_do(
     rclone_bucket: Bucket, tmp_path: Path
 ) -> None:
@@ -119,6 +120,7 @@ def autoload_first() -> str:
     return os.pathsep.join([str(path()), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
+@pytest.mark.nightly
 def test_what_accelerate_launch_has_started_saves_just_in_time(rclone_bucket: Bucket, tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     command = [str(BIN / "accelerate"), "launch", "--cpu", "--num_processes=1", "--num_machines=1"]
@@ -129,6 +131,7 @@ def test_what_accelerate_launch_has_started_saves_just_in_time(rclone_bucket: Bu
     assert committed_steps(rclone_bucket) == set(last_steps(tmp_path)), run.output()
 
 
+@pytest.mark.nightly
 def test_what_the_deepspeed_launcher_has_started_saves_just_in_time(rclone_bucket: Bucket, tmp_path: Path) -> None:
     pytest.importorskip("deepspeed")
     command = [str(BIN / "deepspeed"), "--num_gpus=2", "--num_nodes=1", f"--master_port={free_port()}"]

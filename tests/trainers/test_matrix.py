@@ -24,10 +24,19 @@ from tests.trainers.chain import Chain
 from tests.trainers.tensors import digests
 from tests.trainers.trainers import STEPS, TRAINERS, Trainer
 
+DAILY = ("ddp", "hugging_face", "lightning_trainer")
+"""In `make test`; the others are in `make test-all`."""
+
 pytestmark = [pytest.mark.trainers, pytest.mark.timeout(1800)]
 
 
-@pytest.mark.parametrize(("number", "trainer"), list(enumerate(TRAINERS)), ids=lambda one: getattr(one, "name", ""))
+@pytest.mark.parametrize(
+    ("number", "trainer"),
+    [
+        pytest.param(number, trainer, id=trainer.name, marks=[pytest.mark.nightly] * (trainer.name not in DAILY))
+        for number, trainer in enumerate(TRAINERS)
+    ],
+)
 def test_a_run_that_is_stopped_again_and_again_loses_nothing(
     number: int, trainer: Trainer, rclone_bucket: Bucket, tmp_path: Path
 ) -> None:

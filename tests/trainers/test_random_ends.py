@@ -23,7 +23,7 @@ STEPS: Final = 60
 LONGEST_SECONDS: Final = 1.2
 """From the first step to the end of a life."""
 
-pytestmark = [pytest.mark.trainers, pytest.mark.timeout(3000)]
+pytestmark = [pytest.mark.nightly, pytest.mark.trainers, pytest.mark.timeout(3000)]
 
 
 def end(life: Life, ranks: int, chance: random.Random) -> None:

@@ -33,6 +33,7 @@ async def test_a_flipped_bit_shows_in_the_checksum_of_a_download(
     assert checksum != region_checksum(region)
 
 
+@pytest.mark.nightly
 async def test_a_bit_flipped_on_the_way_is_refused_by_a_store_that_checks_the_signed_payload(
     ceph_bucket: Bucket, ceph_server: CephServer, region: Region
 ) -> None:
@@ -52,6 +53,7 @@ async def test_a_bit_flipped_on_the_way_is_refused_by_a_store_that_checks_the_si
         proxy.stop()
 
 
+@pytest.mark.nightly
 async def test_a_bit_of_a_small_object_that_was_flipped_on_the_way_is_refused(
     seaweed_bucket: Bucket, seaweed_server: SeaweedServer
 ) -> None:
@@ -70,6 +72,7 @@ async def test_a_bit_of_a_small_object_that_was_flipped_on_the_way_is_refused(
         proxy.stop()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("target", "times"), [("", 4), ("partNumber=", 2)], ids=["objects", "parts"])
 async def test_bits_that_flip_during_the_probe_hide_no_check_of_the_store(
     seaweed_bucket: Bucket, seaweed_server: SeaweedServer, target: str, times: int

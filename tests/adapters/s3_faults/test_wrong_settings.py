@@ -6,6 +6,7 @@ import botocore.auth
 import pytest
 from tests.adapters.s3_faults.store_calls import fails, first_of_list
 from tests.harness.bounds import HANG_SECONDS
+from tests.lanes import nightly
 from tests.servers.process import free_port
 from tests.servers.server import SECRET_KEY, Bucket
 
@@ -13,7 +14,7 @@ from keepstep_agent.adapters.open_store import open_store
 from keepstep_agent.core.errors import ErrorKind
 
 
-@pytest.mark.parametrize("server", ["rclone", "seaweed", "ceph"])
+@pytest.mark.parametrize("server", ["rclone", *nightly("seaweed", "ceph")])
 async def test_a_wrong_access_key_is_denied(
     server: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -26,7 +27,7 @@ async def test_a_wrong_access_key_is_denied(
     assert "access key id" in error.hint
 
 
-@pytest.mark.parametrize("server", ["rclone", "seaweed", "ceph"])
+@pytest.mark.parametrize("server", ["rclone", *nightly("seaweed", "ceph")])
 async def test_a_wrong_secret_is_denied_and_no_secret_is_told(
     server: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -51,7 +52,7 @@ async def test_no_credentials_at_all_are_denied_with_a_way_out(
     assert "AWS_ACCESS_KEY_ID" in error.hint
 
 
-@pytest.mark.parametrize("server", ["rclone", "moto", "seaweed", "ceph"])
+@pytest.mark.parametrize("server", ["rclone", "moto", *nightly("seaweed", "ceph")])
 async def test_a_missing_bucket_is_missing_for_every_operation(server: str, request: pytest.FixtureRequest) -> None:
     bucket: Bucket = request.getfixturevalue(f"{server}_bucket")
     settings = bucket.settings(destination="s3://there-is-no-such-bucket/run")
@@ -84,6 +85,7 @@ async def test_an_unverified_certificate_is_accepted_when_asked_for(rclone_tls_b
         await store.put("a", b"x")
 
 
+@pytest.mark.nightly
 async def test_a_skewed_clock_has_its_own_kind(ceph_bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
     def an_hour_late(remove_tzinfo: bool = True) -> datetime.datetime:
         now = datetime.datetime.now(datetime.UTC) - datetime.timedelta(hours=1)

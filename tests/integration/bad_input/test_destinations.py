@@ -7,6 +7,7 @@ import pytest
 from tests.harness.agent_process import AgentProcess, wait_until
 from tests.harness.bounds import HANG_SECONDS
 from tests.integration.bad_input.agent_calls import good_checkpoint, make_agent
+from tests.lanes import nightly
 from tests.servers.rclone import RcloneServer
 from tests.servers.server import Bucket
 
@@ -41,7 +42,7 @@ def test_a_bucket_that_is_not_there_is_named_and_its_making_mends_it(tmp_path: P
         assert agent.status().storage_error == ""
 
 
-@pytest.mark.parametrize("bucket_name", ["rclone_bucket", "ceph_bucket"])
+@pytest.mark.parametrize("bucket_name", ["rclone_bucket", *nightly("ceph_bucket")])
 def test_a_wrong_secret_key_is_named_and_nothing_is_lost(
     tmp_path: Path, bucket_name: str, request: pytest.FixtureRequest
 ) -> None:

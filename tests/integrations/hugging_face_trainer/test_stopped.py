@@ -48,6 +48,8 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
 
 ACCUMULATING = {**EVALUATING, "gradient_accumulation_steps": 3}
 EXACT = pytest.mark.skipif(RELEASE < (5,), reason="after 4.44 to 4.50 resumed in an accumulated epoch, losses differ")
+NIGHTLY = pytest.mark.nightly
+LATE = [SINCE_5, NIGHTLY]
 BY_EPOCH = {**BEST, "eval_strategy": "epoch", "save_strategy": "epoch", "greater_is_better": False}
 """That of the last one."""
 
@@ -56,18 +58,18 @@ BY_EPOCH = {**BEST, "eval_strategy": "epoch", "save_strategy": "epoch", "greater
     ("moment", "stopped_at", "arguments"),
     [
         pytest.param(("on_train_begin", 0), 1, {}, id="the warm-up"),
-        pytest.param(("on_step_begin", 0), 1, {}, id="the first step"),
+        pytest.param(("on_step_begin", 0), 1, {}, id="the first step", marks=NIGHTLY),
         pytest.param(("on_step_end", 3), 3, EVALUATING, id="between steps"),
         pytest.param(("on_substep_end", 2), 3, ACCUMULATING, id="an accumulation", marks=EXACT),
-        pytest.param(("on_step_end", 4), 4, EVALUATING, id="a step that is evaluated"),
-        pytest.param(("on_prediction_step", 4), 4, EVALUATING, id="an evaluation"),
-        pytest.param(("on_prediction_step", 4, 4), 4, EVALUATING, id="a later evaluation of the same step"),
+        pytest.param(("on_step_end", 4), 4, EVALUATING, id="a step that is evaluated", marks=NIGHTLY),
+        pytest.param(("on_prediction_step", 4), 4, EVALUATING, id="an evaluation", marks=NIGHTLY),
+        pytest.param(("on_prediction_step", 4, 4), 4, EVALUATING, id="an evaluation of the same step", marks=NIGHTLY),
         pytest.param(("on_save", 4), 5, EVALUATING, id="a periodic save"),
-        pytest.param(("on_step_end", EPOCH), EPOCH, BY_EPOCH, id="the end of an epoch"),
-        pytest.param(("on_prediction_step", EPOCH), EPOCH, BY_EPOCH, id="the evaluation of an epoch"),
-        pytest.param(("on_step_end", 5), 5, {"save_strategy": "no"}, id="a training that saves nothing"),
-        pytest.param(("on_step_end", STEPS), STEPS, EVALUATING, id="the last step", marks=SINCE_5),
-        pytest.param(("on_prediction_step", STEPS), STEPS, EVALUATING, id="the last evaluation", marks=SINCE_5),
+        pytest.param(("on_step_end", EPOCH), EPOCH, BY_EPOCH, id="the end of an epoch", marks=NIGHTLY),
+        pytest.param(("on_prediction_step", EPOCH), EPOCH, BY_EPOCH, id="the evaluation of an epoch", marks=NIGHTLY),
+        pytest.param(("on_step_end", 5), 5, {"save_strategy": "no"}, id="training that saves nothing", marks=NIGHTLY),
+        pytest.param(("on_step_end", STEPS), STEPS, EVALUATING, id="the last step", marks=LATE),
+        pytest.param(("on_prediction_step", STEPS), STEPS, EVALUATING, id="the last evaluation", marks=LATE),
     ],
 )  # fmt: skip
 def test_stopped_at_any_moment_it_resumes_there_and_nothing_differs(

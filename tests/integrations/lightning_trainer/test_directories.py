@@ -90,6 +90,7 @@ def test_a_callback_that_the_model_brings_writes_there_too(
     assert [path.name for path in (volume / "checkpoints").iterdir()] == ["brought.ckpt"]
 
 
+@pytest.mark.nightly
 def test_what_it_saves_by_default_survives_the_loss_of_the_volume(rclone_bucket: Bucket, tmp_path: Path) -> None:
     (tmp_path / "work").mkdir()
     command = (sys.executable, str(BY_DEFAULT))
