@@ -14,8 +14,8 @@ from keepstep_agent.webhook import certificate_keeper, server
 from keepstep_agent.webhook.settings import WebhookSettings
 
 TIMINGS_VARIABLE: Final = "KEEPSTEP_TEST_PACE"
-SETTLE_SECONDS: Final = 8.0
-"""How long a new CA has to be seen published."""
+SETTLE_SECONDS: Final = 20.0
+"""How long a new CA has to be seen published; much longer than an API server takes to hear of it."""
 
 _serve = server.serve_webhook
 
