@@ -23,7 +23,7 @@ pytestmark = pytest.mark.timeout(900)
 
 
 def test_no_hostile_object_ends_in_a_traceback_and_damage_leads_to_the_next_older(tmp_path: Path) -> None:
-    attack_objects(tmp_path, rounds=8, seed=1)
+    attack_objects(tmp_path, rounds=15, seed=1)
 
 
 def test_no_hostile_journal_or_descriptor_ends_a_start_or_hides_what_is_sound(tmp_path: Path) -> None:

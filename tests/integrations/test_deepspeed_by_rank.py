@@ -45,11 +45,11 @@ def test_where_numbers_are_not_those_of_ranks_all_files_are_read(files: list[str
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_pods_read_their_own_shares_and_go_on_bit_identical(
-    rclone_bucket: Bucket, fault_proxy: FaultProxy, tmp_path: Path
+    rclone_bucket: Bucket, fault_proxy: FaultProxy, short_directory: Path
 ) -> None:
     def job(folder: str, destination: str) -> Pods:
-        (tmp_path / folder).mkdir()
-        return Pods(tmp_path / folder, 2, destination, fault_proxy, program=PROGRAM)
+        (short_directory / folder).mkdir()
+        return Pods(short_directory / folder, 2, destination, fault_proxy, program=PROGRAM)
 
     with job("first", rclone_bucket.destination) as first:
         first.train("--width", WIDTH, "--steps", 2)

@@ -174,9 +174,11 @@ def test_the_agents_package_asks_for_all_that_it_imports() -> None:
 def test_a_package_claims_the_pythons_that_ci_tests_and_no_others(name: str) -> None:
     project = PROJECTS[name]["project"]
     claimed = re.findall(r"Programming Language :: Python :: (3\.\d+)", "\n".join(project["classifiers"]))
-    jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())["jobs"]
+    workflows = ROOT / ".github" / "workflows"
+    jobs = yaml.safe_load((workflows / "ci.yml").read_text())["jobs"]
     first, others = jobs["test"]["env"]["PYTHON"], jobs["other-pythons"]["strategy"]["matrix"]["python"]
-    installed = jobs["compatibility"]["steps"][1]["with"]["python-version"].split()
+    nightly = yaml.safe_load((workflows / "nightly.yml").read_text())["jobs"]["part"]
+    installed = nightly["steps"][1]["with"]["python-version"].split()
     assert sorted(installed) == sorted({one.python for one in ENVIRONMENTS})
     assert claimed == (sorted(installed) if name == "keepstep" else [first.removeprefix("python"), *others])
     assert project["requires-python"] == f">={claimed[0]}"

@@ -22,12 +22,12 @@ Job = Callable[[int, str], Pods]
 
 
 @pytest.fixture
-def job(rclone_bucket: Bucket, fault_proxy: FaultProxy, tmp_path: Path) -> Job:
+def job(rclone_bucket: Bucket, fault_proxy: FaultProxy, short_directory: Path) -> Job:
     """Makes jobs of so many pods, with the folder of their volumes; all have one destination."""
 
     def make(count: int, folder: str) -> Pods:
-        (tmp_path / folder).mkdir(exist_ok=True)
-        return Pods(tmp_path / folder, count, rclone_bucket.destination, fault_proxy)
+        (short_directory / folder).mkdir(exist_ok=True)
+        return Pods(short_directory / folder, count, rclone_bucket.destination, fault_proxy)
 
     return make
 
