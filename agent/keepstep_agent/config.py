@@ -17,6 +17,7 @@ from keepstep_agent.core.errors import ConfigurationError
 from keepstep_agent.core.settings.checks import setting_problems
 from keepstep_agent.core.settings.table import RawSetting, build_settings, read_values, setting_fields, with_paths
 from keepstep_agent.core.settings.values import Settings
+from keepstep_api.names import OF_THE_TRAINER
 
 _SERVICE_VARIABLE: Final = re.compile(
     r"KEEPSTEP(_\w+)?_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_\w+)?)?)"
@@ -114,7 +115,7 @@ def unknown_variables(environment: Mapping[str, str]) -> Iterator[str]:
 
     Such a variable is no error: in Kubernetes every Service called keepstep-something sets variables in all pods.
     """
-    known = [setting.environment for setting in setting_fields()]
+    known = [*(setting.environment for setting in setting_fields()), *OF_THE_TRAINER]
     for name in sorted(environment):
         if name.startswith("KEEPSTEP_") and name not in known and not _SERVICE_VARIABLE.fullmatch(name):
             near = difflib.get_close_matches(name, known, 1, _SIMILAR_VARIABLES)

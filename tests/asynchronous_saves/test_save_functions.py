@@ -1,5 +1,6 @@
 """What a program gives to `torch.save` and safetensors within a save is written behind it, and nothing else is."""
 
+import functools
 import itertools
 import os
 import threading
@@ -193,3 +194,23 @@ def test_what_the_program_gives_up_is_not_written(save: BackgroundSave, tmp_path
         saved_and_given_up(tmp_path / "a.pt")
     save.wait()
     assert (tmp_path / "a.pt").stat().st_size == 0
+
+
+def test_a_program_that_puts_its_own_function_in_place_of_torchs_is_left_alone(
+    save: BackgroundSave, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, paths = torch.save, []
+
+    # As such programs do, but for what marks a function of ours.
+    @functools.wraps(plain, updated=())
+    def encrypted(value: Any, path: Any) -> None:
+        paths.append(os.fspath(path))
+        Path(path).write_bytes(b"secret")
+
+    monkeypatch.setattr(torch, "save", encrypted)
+    with handing_in(save):
+        torch.save({"weight": torch.zeros(4 << 20)}, tmp_path / "state.pt")
+        assert (tmp_path / "state.pt").read_bytes() == b"secret"
+    save.wait()
+    assert paths == [str(tmp_path / "state.pt")]
+    assert (tmp_path / "state.pt").read_bytes() == b"secret"

@@ -23,10 +23,10 @@ def main() -> None:
         files = [0, out.fileno() if out else 1, errors.fileno() if errors else 2]
         return ranks.start(command[1:], environment=environment, files=files, new_session=True)
 
-    def close_one_that_may_be_gone(handler: SubprocessHandler, *arguments: Any) -> None:
+    def close_one_that_may_be_gone(handler: SubprocessHandler, *arguments: Any, **keywords: Any) -> None:
         # A child of torchrun's own that has left is there until it is waited for; ours is gone.
         with suppress(ProcessLookupError):
-            close(handler, *arguments)
+            close(handler, *arguments, **keywords)
 
     close = SubprocessHandler.close
     SubprocessHandler._popen = start  # type: ignore[assignment,method-assign]

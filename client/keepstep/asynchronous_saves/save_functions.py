@@ -71,9 +71,9 @@ def _current() -> BackgroundSave | None:
 
 
 def _install() -> None:
-    for module, name, make in (("torch", "save", _torch_save), ("safetensors.torch", "save_file", _save_file)):
+    for module, name, home, make in _FUNCTIONS:
         original = getattr(sys.modules.get(module), name, None)
-        if original is not None and not hasattr(original, _MARK):
+        if original is not None and not hasattr(original, _MARK) and _is_from(original, home):
             ours = functools.wraps(original)(make(original))
             setattr(ours, _MARK, True)
             _replace(original, ours)
@@ -85,6 +85,12 @@ def _install() -> None:
         )
         setattr(stream, _MARK, True)
         filesystem.FileSystem.create_stream = stream
+
+
+def _is_from(function: Any, home: str) -> bool:
+    """Whether the library has this function, and not a program that put its own in its place, which we leave alone."""
+    code = getattr(function, "__code__", None)
+    return code is not None and code.co_filename == getattr(sys.modules.get(home), "__file__", None)
 
 
 def _replace(original: Any, ours: Any) -> None:
@@ -172,3 +178,10 @@ def _are_apart(tensors: Any) -> bool:
         return False
     spans = sorted((one.data_ptr(), one.data_ptr() + one.nbytes) for one in tensors.values() if one.nbytes)
     return all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
+
+
+_FUNCTIONS: Final = (
+    ("torch", "save", "torch.serialization", _torch_save),
+    ("safetensors.torch", "save_file", "safetensors.torch", _save_file),
+)
+"""Module and name of a function, the module that has its code, and what makes its replacement."""

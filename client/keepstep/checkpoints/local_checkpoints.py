@@ -127,7 +127,8 @@ class LocalCheckpoints:
         written = folder / path.name
         try:
             if written.exists():
-                if path.exists():
+                # A file takes the place of another one at once: a program never finds its name without one.
+                if path.is_dir() or (written.is_dir() and path.exists()):
                     removing = self._temporary(_REMOVING, path.name)
                     shutil.move(path, removing)
                     _delete(removing)

@@ -1,5 +1,7 @@
 """Which checkpoints are claimed, recorded and announced, and what a save of Keepstep's own costs."""
 
+import os
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -138,3 +140,20 @@ def test_a_save_of_ours_that_fails_costs_only_itself(agent: AgentServer, volume:
     trainer.strategy.save_checkpoint = write_unless_ours
     assert steps(fit(trainer)) == [1, 2, 3, 4]
     assert announced(agent) == [(4, FINAL)]
+
+
+def test_a_name_that_is_used_again_is_never_without_a_checkpoint(agent: AgentServer, volume: Path) -> None:
+    last, there, watching = volume / "checkpoints" / "last.ckpt", [], [True]
+
+    def look(event: str, arguments: tuple[Any, ...]) -> None:
+        # Before each change of a name: what one of them took away, the next one finds missing.
+        if watching and event in ("os.rename", "os.remove", "shutil.move"):
+            there.append(os.path.lexists(last))
+
+    # For the life of the process: nothing removes a hook.
+    sys.addaudithook(look)
+    saving = ModelCheckpoint(volume / "checkpoints", every_n_train_steps=2, save_last=True)
+    fit(make(volume / "checkpoints", saving, every=0, enable_checkpointing=True, max_steps=8))
+    watching.clear()
+    assert there.count(True) > 3
+    assert all(there[there.index(True) :])
