@@ -127,7 +127,8 @@ def test_no_file_is_in_both_wheels_and_each_holds_its_own_packages_alone(built: 
         "keepstep": {"keepstep", "keepstep_api", f"{_WHEELS['keepstep']}.dist-info"},
         "keepstep-agent": {"keepstep_agent", f"{_WHEELS['keepstep-agent']}.dist-info"},
     }
-    assert "keepstep/autoload/path/sitecustomize.py" in names["keepstep"]
+    started = {f"keepstep/autoload/path/{name}.py" for name in ("sitecustomize", "usercustomize")}
+    assert started <= names["keepstep"]
     console = ROOT / "agent" / "keepstep_agent" / "console"
     shown = {file.relative_to(ROOT / "agent").as_posix() for file in console.glob("[st]*/*")}
     assert {"keepstep_agent/console/templates/runs.html", "keepstep_agent/console/static/console.css"} <= shown

@@ -13,7 +13,8 @@ from keepstep import autoload
 def stage(tmp_path: Path) -> Stage:
     injected, frameworks = tmp_path / "injected", tmp_path / "frameworks"
     shutil.copytree(autoload.path().parent, injected / "keepstep" / "autoload")
-    shutil.copy(autoload.path() / "sitecustomize.py", injected)
+    for file in autoload.path().glob("*.py"):
+        shutil.copy(file, injected)
     write(injected / "keepstep" / "__init__.py", "")
     for name in HOOKS:
         text = "def autoload(module):\n    print('hooked', module.__name__, module.DONE, flush=True)\n"

@@ -1,4 +1,7 @@
-"""A sitecustomize that autoload's own one hides still runs, as it would without Keepstep."""
+"""A sitecustomize that autoload's own one hides still runs, as it would without Keepstep; so does a usercustomize.
+
+Where another tool's sitecustomize hides autoload's own one, its usercustomize takes over.
+"""
 
 import subprocess
 import sys
@@ -20,12 +23,22 @@ def test_its_own_switch_turns_it_off_and_the_hidden_sitecustomize_runs(stage: St
     assert staged.run("import transformers.trainer").stdout == "theirs\nhooked transformers.trainer done\n"
 
 
-THEIRS: dict[str, Callable[[Path, str], Path]] = {
-    "module": lambda folder, text: write(folder / "sitecustomize.py", text),
-    "package": lambda folder, text: write(folder / "sitecustomize" / "__init__.py", text),
+@pytest.fixture(scope="session")
+def with_user_packages(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A Python that imports usercustomize, as one does that is in no virtual environment."""
+    environment = tmp_path_factory.mktemp("environment")
+    command = [sys.executable, "-m", "venv", "--without-pip", "--system-site-packages", str(environment)]
+    subprocess.run(command, check=True, timeout=HANG_SECONDS)
+    return str(environment / "bin" / "python")
+
+
+THEIRS: dict[str, Callable[[Path, str, str], Path]] = {
+    "module": lambda folder, name, text: write(folder / f"{name}.py", text),
+    "package": lambda folder, name, text: write(folder / name / "__init__.py", text),
 }
 
 
+@pytest.mark.parametrize("name", ["sitecustomize", "usercustomize"])
 @pytest.mark.parametrize("kind", THEIRS)
 @pytest.mark.parametrize(
     "text",
@@ -33,25 +46,47 @@ THEIRS: dict[str, Callable[[Path, str], Path]] = {
         "import sys\nsys.theirs = __name__\nsys.path.append('/added')\n",
         "raise RuntimeError('theirs is broken')\n",
         "import missing_thing\n",
-        "import sitecustomize.part\n",
+        "import {name}.part\n",
         "def broken(:\n",
     ],
     ids=["good", "raises", "misses-an-import", "imports-itself", "syntax-error"],
 )
-def test_the_hidden_sitecustomize_does_and_says_what_it_did_without_us(
-    stage: Stage, tmp_path: Path, kind: str, text: str
+def test_the_hidden_file_does_and_says_what_it_did_without_us(
+    stage: Stage, tmp_path: Path, name: str, kind: str, text: str, with_user_packages: str
 ) -> None:
-    THEIRS[kind](tmp_path / "theirs", text)
-    code = """if True:
+    THEIRS[kind](tmp_path / "theirs", name, text.format(name=name))
+    code = f"""if True:
         import sys
-        theirs = sys.modules.get("sitecustomize")
+        theirs = sys.modules.get({name!r})
         print(theirs and theirs.__file__, theirs and theirs.__spec__.name, getattr(sys, "theirs", None), sys.path[-1])
     """
-    alone = run("-c", code, path=(tmp_path / "theirs",))
-    got = run("-c", code, path=(stage.injected, tmp_path / "theirs"))
+    python = with_user_packages
+    alone = run("-c", code, path=(tmp_path / "theirs",), python=python)
+    got = run("-c", code, path=(stage.injected, tmp_path / "theirs"), python=python)
     assert (got.stdout, got.stderr, got.returncode) == (alone.stdout, alone.stderr, alone.returncode)
-    hooked = run("-c", "import transformers.trainer", path=(stage.injected, tmp_path / "theirs", stage.frameworks))
+    path = (stage.injected, tmp_path / "theirs", stage.frameworks)
+    hooked = run("-c", "import transformers.trainer", path=path, python=python)
     assert hooked.stdout == "hooked transformers.trainer done\n"
+
+
+@pytest.mark.parametrize("switch", ["", "0"])
+def test_where_another_sitecustomize_hides_ours_usercustomize_begins_unless_switched_off(
+    stage: Stage, tmp_path: Path, switch: str, with_user_packages: str
+) -> None:
+    write(tmp_path / "theirs" / "sitecustomize.py", "print('theirs')\n")
+    path = (tmp_path / "theirs", stage.injected, stage.frameworks)
+    code = "import transformers.trainer"
+    got = run("-c", code, path=path, environment={"KEEPSTEP_AUTOLOAD": switch}, python=with_user_packages)
+    hooked = "" if switch else "hooked transformers.trainer done\n"
+    assert (got.stdout, got.stderr) == (f"theirs\n{hooked}", "")
+
+
+def test_a_damaged_autoload_says_so_once_though_python_runs_two_files_of_it(
+    stage: Stage, with_user_packages: str
+) -> None:
+    (stage.injected / "keepstep" / "autoload" / "zero_code.py").unlink()
+    got = run("-c", "print('program')", path=(stage.injected,), python=with_user_packages)
+    assert (got.stdout, got.stderr.count("autoload is off: ")) == ("program\n", 1)
 
 
 def test_the_sitecustomize_that_an_interpreter_has_of_its_own_runs_too(stage: Stage, tmp_path: Path) -> None:

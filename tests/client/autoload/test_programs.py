@@ -13,8 +13,9 @@ from tests.harness.bounds import HANG_SECONDS
 from keepstep import autoload
 
 
-def test_the_folder_for_pythonpath_holds_one_file() -> None:
-    assert [entry.name for entry in autoload.path().iterdir() if entry.name != "__pycache__"] == ["sitecustomize.py"]
+def test_the_folder_for_pythonpath_holds_what_python_looks_for_by_itself_alone() -> None:
+    entries = {entry.name for entry in autoload.path().iterdir() if entry.name != "__pycache__"}
+    assert entries == {"sitecustomize.py", "usercustomize.py"}
 
 
 def test_a_program_without_a_framework_gets_three_small_modules_and_no_package() -> None:

@@ -3,7 +3,7 @@
 Python imports only the first `sitecustomize` on its path, so this one imports the next, and a program sees no
 difference. Nothing here may break a program that has nothing to do with Keepstep, or slow it down noticeably: the
 package `keepstep` itself is imported only after a framework is. Older Pythons understand this file too, so that they
-print a warning and no traceback.
+print a warning and no traceback. `usercustomize` executes this code too, under its own name.
 """
 
 import os
@@ -11,9 +11,11 @@ import sys
 from importlib.machinery import PathFinder
 
 _HERE = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120  pathlib takes longer than all the rest
-_NAME = "sitecustomize"
-_PASSED = "_keepstep_autoload_passed"
-"""Attribute of `sys`: the folders whose `sitecustomize` has had its turn, shared by all files like this on the path."""
+_NAME = "usercustomize" if __name__ == "usercustomize" else "sitecustomize"
+_PASSED = "_keepstep_autoload_passed_" + _NAME
+"""Attribute of `sys`: the folders whose file of this name has run, shared by all files like this on the path."""
+_BEGUN = "_keepstep_autoload_begun"
+"""Attribute of `sys`: autoload has begun or failed to, so no other file like this tries."""
 _TABLE = "_keepstep_autoload.zero_code"
 """Not its name in the package: the trainer's `keepstep` may be of another version and have another table."""
 TYPE_CHECKING = False
@@ -45,8 +47,6 @@ def _load(name: str, folder: str) -> "ModuleType":
 
 
 def _begin() -> None:
-    if _TABLE in sys.modules:
-        return
     home = _home()
     folder = os.path.join(home, "autoload")  # noqa: PTH118
     # The package imports this one too, for the hooks that wait in it.
@@ -55,7 +55,7 @@ def _begin() -> None:
 
 
 def _hidden() -> "ModuleSpec | None":
-    """Return the spec of the `sitecustomize` that Python would import without this folder, or None.
+    """Return the spec of the file of this name that Python would import without this folder, or None.
 
     Other tools pass on to the next file as this one does, and some come back to this one: none is run twice.
     """
@@ -80,7 +80,7 @@ def _folder(spec: "ModuleSpec") -> str:
 
 
 class _Answer:
-    """Finder that answers one `import sitecustomize` with the given spec."""
+    """Finder that answers one import of `_NAME` with the given spec."""
 
     def __init__(self, spec: "ModuleSpec") -> None:
         self._spec = spec
@@ -99,7 +99,8 @@ def _chain(spec: "ModuleSpec") -> None:
     __import__(_NAME)
 
 
-if os.environ.get("KEEPSTEP_AUTOLOAD") != "0":
+if os.environ.get("KEEPSTEP_AUTOLOAD") != "0" and not hasattr(sys, _BEGUN):
+    setattr(sys, _BEGUN, True)
     try:
         _begin()
     except Exception as error:
