@@ -11,7 +11,7 @@ from keepstep_agent.config import load_settings, load_some_settings, unknown_var
 from keepstep_agent.core.errors import ConfigurationError
 from keepstep_agent.core.settings.table import parse_bytes, setting_fields
 from keepstep_agent.core.settings.values import GIB, MIB, Settings
-from keepstep_api.names import ENV_ASYNCHRONOUS_SAVES, ENV_AUTOLOAD, ENV_RESUME
+from keepstep_api.names import ENV_ASYNCHRONOUS_SAVES, ENV_AUTOLOAD, ENV_AUTOLOAD_PROCESSES, ENV_RESUME
 
 ROOT = Path(__file__).parents[2]
 LEAST = {"volume": "/volume", "destination": "s3://bucket/run"}
@@ -316,6 +316,7 @@ def test_a_mistyped_variable_is_named_with_what_was_meant() -> None:
 
 def test_the_trainers_own_variables_are_no_mistake() -> None:
     environment = {ENV_AUTOLOAD: "0", ENV_ASYNCHRONOUS_SAVES: "true", ENV_RESUME: "/volume/x"}
+    environment[ENV_AUTOLOAD_PROCESSES] = "/volume/.keepstep/autoload-processes"
     assert list(unknown_variables(environment)) == []
 
 

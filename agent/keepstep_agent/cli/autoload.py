@@ -17,9 +17,14 @@ _VENDOR = "vendor"
 _CODE_ALONE = shutil.ignore_patterns("__pycache__", "*.pyi", "*.pxd", "*.pyx")
 
 
+def autoload_folder() -> str:
+    """Return the client's folder for PYTHONPATH."""
+    return str(_package("keepstep") / _FOLDER)
+
+
 def with_autoload(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the environment with the client's autoload folder first on PYTHONPATH."""
-    folder = str(_package("keepstep") / _FOLDER)
+    folder = autoload_folder()
     # An empty entry would mean the working directory.
     users = environment.get("PYTHONPATH")
     return {**environment, "PYTHONPATH": os.pathsep.join([folder, users]) if users else folder}

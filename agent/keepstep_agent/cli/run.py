@@ -10,7 +10,7 @@ import click
 
 from keepstep_agent.adapters.volume.errors import folder_error
 from keepstep_agent.cli.agent_call import CALL_TIMEOUT_SECONDS, agent_answers, agent_stub
-from keepstep_agent.cli.autoload import with_autoload
+from keepstep_agent.cli.autoload import autoload_folder, with_autoload
 from keepstep_agent.cli.formatting import errors_reported
 from keepstep_agent.cli.slurm import launcher_problem, slurm_defaults, slurm_facts
 from keepstep_agent.cli.store_options import environment_of, setting_options, settings_from
@@ -45,6 +45,7 @@ def run(wants_autoload: bool, command: tuple[str, ...], **options: Any) -> None:
         import structlog
 
         from keepstep_agent.runtime.engine.logs import configure_logs
+        from keepstep_agent.runtime.process.autoload_check import AutoloadCheck
         from keepstep_agent.runtime.process.run_lock import held_volume
         from keepstep_agent.runtime.process.runner import Runner
 
@@ -89,12 +90,20 @@ def run(wants_autoload: bool, command: tuple[str, ...], **options: Any) -> None:
         }
         # That of a run around this one.
         environment.pop(names.ENV_RESUME, None)
+        check = None
         if wants_autoload:
-            environment = with_autoload(environment)
+            check = AutoloadCheck(Path(settings.volume), folder=autoload_folder(), command=command)
+            environment = with_autoload(environment) | {names.ENV_AUTOLOAD_PROCESSES: check.file}
 
         async def whole_run() -> int:
             runner = Runner(
-                settings, command, environment=environment, notify=notify, answers=answers, is_stuck=is_stuck
+                settings,
+                command,
+                environment=environment,
+                notify=notify,
+                answers=answers,
+                is_stuck=is_stuck,
+                autoload_check=check,
             )
             return await runner.run()
 

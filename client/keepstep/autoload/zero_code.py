@@ -1,7 +1,8 @@
 """Autoload's table: which module of which framework calls which integration when it is imported.
 
 Owns the table, and the decision where it does not apply. Runs at the start of every interpreter, before `keepstep` is
-imported. The first framework that is imported imports `keepstep`; if that fails, autoload is off.
+imported. The first framework that is imported imports `keepstep`; if that fails, autoload is off. Under `keepstep run`,
+a process that imports torch first notes itself in a file, so that the runner can tell where autoload is not active.
 """
 
 import os
@@ -53,6 +54,11 @@ def begin(folder: str) -> None:
     global packages_folder
     packages_folder = folder
     sys.meta_path.append(_Packages(folder))
+    processes = os.environ.get("KEEPSTEP_AUTOLOAD_PROCESSES")
+    if processes and "torch" in sys.modules:
+        _note_process(processes)
+    elif processes:
+        sys.meta_path.insert(0, _BeforeTorch(processes))
     if not _serves_multiprocessing():
         for (module, cls), integration in TRAINERS.items():
             what = f"{module.partition('.')[0]}.{cls} is"
@@ -76,6 +82,36 @@ class _Packages:
         from importlib.machinery import PathFinder
 
         return PathFinder.find_spec(name, [self._folder])
+
+
+class _BeforeTorch:
+    """Finds nothing. Notes this process when it is asked for torch, so before torch's libraries are loaded."""
+
+    def __init__(self, file: str) -> None:
+        self._file = file
+
+    def find_spec(
+        self, name: str, path: "Sequence[str] | None" = None, target: "ModuleType | None" = None
+    ) -> "ModuleSpec | None":
+        if name == "torch":
+            # A new list: another thread that looks for a module may be iterating over the old one.
+            sys.meta_path = [finder for finder in sys.meta_path if finder is not self]
+            _note_process(self._file)
+        return None
+
+
+def _note_process(file: str) -> None:
+    """Append what the kernel says of this process to the file, if there is such a file. Ignores OSError."""
+    try:
+        with open("/proc/self/stat", "rb") as stat:  # noqa: PTH123 - pathlib may not be imported
+            line = stat.read()
+        descriptor = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+        try:
+            os.write(descriptor, line)
+        finally:
+            os.close(descriptor)
+    except OSError:
+        pass
 
 
 def _serves_multiprocessing() -> bool:

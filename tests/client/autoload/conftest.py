@@ -1,10 +1,13 @@
-"""A stage on which each framework can be imported, and each hook says so."""
+"""A stage on which each framework can be imported, and each hook says so; a Python that imports usercustomize."""
 
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from tests.client.autoload.stage import HOOKED, HOOKS, Stage, write
+from tests.harness.bounds import HANG_SECONDS
 
 from keepstep import autoload
 
@@ -27,3 +30,12 @@ def stage(tmp_path: Path) -> Stage:
             write(folder / "__init__.py", "")
         write(folder / f"{name.rpartition('.')[2]}.py", "DONE = 'late'\nDONE = 'done'\n")
     return Stage(injected=injected, frameworks=frameworks)
+
+
+@pytest.fixture(scope="session")
+def with_user_packages(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A Python that imports usercustomize, as one does that is in no virtual environment."""
+    environment = tmp_path_factory.mktemp("environment")
+    command = [sys.executable, "-m", "venv", "--without-pip", "--system-site-packages", str(environment)]
+    subprocess.run(command, check=True, timeout=HANG_SECONDS)
+    return str(environment / "bin" / "python")

@@ -23,15 +23,6 @@ def test_its_own_switch_turns_it_off_and_the_hidden_sitecustomize_runs(stage: St
     assert staged.run("import transformers.trainer").stdout == "theirs\nhooked transformers.trainer done\n"
 
 
-@pytest.fixture(scope="session")
-def with_user_packages(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A Python that imports usercustomize, as one does that is in no virtual environment."""
-    environment = tmp_path_factory.mktemp("environment")
-    command = [sys.executable, "-m", "venv", "--without-pip", "--system-site-packages", str(environment)]
-    subprocess.run(command, check=True, timeout=HANG_SECONDS)
-    return str(environment / "bin" / "python")
-
-
 THEIRS: dict[str, Callable[[Path, str, str], Path]] = {
     "module": lambda folder, name, text: write(folder / f"{name}.py", text),
     "package": lambda folder, name, text: write(folder / name / "__init__.py", text),
@@ -70,7 +61,7 @@ def test_the_hidden_file_does_and_says_what_it_did_without_us(
 
 
 @pytest.mark.parametrize("switch", ["", "0"])
-def test_where_another_sitecustomize_hides_ours_usercustomize_begins_unless_switched_off(
+def test_where_another_sitecustomize_hides_ours_usercustomize_begins(
     stage: Stage, tmp_path: Path, switch: str, with_user_packages: str
 ) -> None:
     write(tmp_path / "theirs" / "sitecustomize.py", "print('theirs')\n")

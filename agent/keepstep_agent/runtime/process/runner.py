@@ -29,6 +29,7 @@ from keepstep_agent.core.errors import ErrorKind, KeepstepError
 from keepstep_agent.core.limits import RECORD_BYTES
 from keepstep_agent.core.settings.values import Settings
 from keepstep_agent.runtime.process.agent_supervisor import AgentSupervisor, Notify, exit_code
+from keepstep_agent.runtime.process.autoload_check import AutoloadCheck
 from keepstep_api.names import ENV_RESUME, JUST_IN_TIME_EXIT_CODE, OFF, RESUMED
 
 _RESTORE_END_SECONDS: Final = 10.0
@@ -56,7 +57,8 @@ class _Resumed:
 class Runner:
     """One run; make it inside the event loop that runs it.
 
-    `environment` carries the settings to the children; `notify`, `answers` and `is_stuck` talk to the agent.
+    `environment` carries the settings to the children; `notify`, `answers` and `is_stuck` talk to the agent. With
+    `autoload_check` the run warns where autoload is not active.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class Runner:
         notify: Notify,
         answers: Callable[[], bool],
         is_stuck: Callable[[], bool],
+        autoload_check: AutoloadCheck | None = None,
     ) -> None:
         self._settings = settings
         self._command = command
@@ -81,6 +84,7 @@ class Runner:
         )
         self._program: asyncio.subprocess.Process | None = None
         self._is_stuck = is_stuck
+        self._autoload_check = autoload_check
         self._ended_stuck = False
         self._noticed = False
         self._interrupted: asyncio.Future[signal.Signals] = asyncio.get_running_loop().create_future()
@@ -193,6 +197,12 @@ class Runner:
 
     async def _run_program(self, variables: Mapping[str, str]) -> int:
         environment = {**self._environment, **variables}
+        if self._autoload_check:
+            try:
+                await asyncio.to_thread(self._autoload_check.begin)
+            except OSError as error:
+                log.info("run.autoload_not_checked", error=str(error))
+                self._autoload_check = None
         try:
             self._program = await asyncio.create_subprocess_exec(*self._command, env=environment)
         except OSError as error:
@@ -201,9 +211,13 @@ class Runner:
         if self._interrupted.done():
             # The signal came while the program was being started.
             self._take(self._interrupted.result())
-        watching = asyncio.create_task(self._end_when_stuck(self._program), name="end when stuck")
+        watching = [asyncio.create_task(self._end_when_stuck(self._program), name="end when stuck")]
+        if self._autoload_check:
+            checking = self._warn_where_not_active(self._program, self._autoload_check)
+            watching.append(asyncio.create_task(checking, name="check autoload"))
         returned = await self._program.wait()
-        watching.cancel()
+        for task in watching:
+            task.cancel()
         if self._ended_stuck:
             await asyncio.to_thread(self._kill_ranks)
         if -returned in _PROGRAMS_OWN:
@@ -234,6 +248,22 @@ class Runner:
         await asyncio.sleep(seconds + _LAUNCHER_MARGIN_SECONDS)
         with contextlib.suppress(ProcessLookupError):
             program.kill()
+
+    async def _warn_where_not_active(self, program: asyncio.subprocess.Process, check: AutoloadCheck) -> None:
+        """Warn, once, when a process of the program has imported torch and autoload is not active in it."""
+        try:
+            while (process := await asyncio.to_thread(check.look, program.pid)) is None:  # noqa: ASYNC110 - as above
+                await asyncio.sleep(_BETWEEN_QUESTIONS_SECONDS)
+        except OSError as error:
+            log.info("run.autoload_not_checked", error=str(error))
+            return
+        log.warning(
+            "run.autoload_not_active",
+            pid=process.pid,
+            command=process.command,
+            problem=process.problem,
+            hint=process.hint,
+        )
 
     def _kill_ranks(self) -> None:
         """Kill the stuck ranks that the program has left behind: they do not hear SIGTERM. Blocks."""
