@@ -54,6 +54,38 @@ def test_a_sitecustomize_that_hides_autoload_from_the_real_torch_is_named(tmp_pa
     assert warning["hint"].startswith("write tool before keepstep, as in: tool keepstep run --autoload --to DEST")
 
 
+THEIRS_STAYS_FIRST = """
+import os
+here = os.path.dirname(os.path.abspath(__file__))
+entries = [entry for entry in os.environ["PYTHONPATH"].split(os.pathsep) if entry != here]
+os.environ["PYTHONPATH"] = os.pathsep.join([here, *entries])
+"""
+"""As OpenTelemetry's does it when it has begun."""
+
+
+def test_behind_the_tool_keepstep_is_active_in_the_program_and_its_children(tmp_path: Path) -> None:
+    tool = write_tool(tmp_path, THEIRS_STAYS_FIRST)
+    body = """if True:
+        import subprocess
+        import torch
+        print("active", "_keepstep_autoload.zero_code" in sys.modules, "sitecustomize" in sys.modules, flush=True)
+        if len(sys.argv) == 1:
+            subprocess.run([sys.executable, __file__, "child"], check=True)
+    """
+    program = write_program(tmp_path / "program.py", body)
+    command = [str(tool), sys.executable, "-m", "keepstep_agent", "run", "--autoload", "--watch=off"]
+    command += ["--to", f"file://{tmp_path}/bucket", "--volume", str(tmp_path / "volume")]
+    (tmp_path / "bucket").mkdir()
+    got = subprocess.run(
+        [*command, "--", sys.executable, str(program)],
+        capture_output=True,
+        text=True,
+        timeout=HANG_SECONDS,
+        check=False,
+    )
+    assert got.stdout == "active True True\n" * 2, got.stderr
+
+
 @pytest.mark.parametrize("switch", ["", "0"])
 def test_a_program_with_autoload_or_with_none_on_purpose_is_not_warned_of(tmp_path: Path, switch: str) -> None:
     """It starts a second process later, which is: had there been anything to say of the first, that had come before."""

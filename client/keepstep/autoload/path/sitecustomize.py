@@ -94,9 +94,20 @@ class _Answer:
 
 def _chain(spec: "ModuleSpec") -> None:
     """Import the hidden file under its name, as Python would. Python reports what it raises."""
+    was_first = _path_of_children()[0] == _HERE
     sys.meta_path.insert(0, _Answer(spec))
     sys.modules.pop(_NAME, None)
-    __import__(_NAME)
+    try:
+        __import__(_NAME)
+    finally:
+        # A tool that puts itself first, as OpenTelemetry's does, would hide this file from torchrun's ranks.
+        entries = _path_of_children()
+        if was_first and entries[0] != _HERE and _HERE in entries:
+            os.environ["PYTHONPATH"] = os.pathsep.join([_HERE] + [entry for entry in entries if entry != _HERE])
+
+
+def _path_of_children() -> "list[str]":
+    return os.environ.get("PYTHONPATH", "").split(os.pathsep)
 
 
 if os.environ.get("KEEPSTEP_AUTOLOAD") != "0" and not hasattr(sys, _BEGUN):
