@@ -126,6 +126,23 @@ def test_the_agent_leaves_with_75_and_a_line_if_files_are_in_no_snapshot() -> No
     assert (play.exit.code, play.exit.lost) == (75, ("out/torn.pt: it is cut short",))
 
 
+def test_nothing_was_found_is_said_only_if_nothing_is_announced_either() -> None:
+    nothing = "nothing was stored"
+    play = Play()
+    play.feed(StopRequested(at=play.now, trainers_gone=True, nothing_found=nothing))
+    assert play.exit is not None
+    assert (play.exit.code, play.exit.lost) == (75, (nothing,))
+
+    # By this agent or, as the journal tells, by the one before it.
+    play = Play()
+    play.announce("saved")
+    play.finish()
+    play.feed(Started(at=play.now, fresh=False))
+    play.feed(StopRequested(at=play.now, trainers_gone=True, nothing_found=nothing))
+    assert play.exit is not None
+    assert (play.exit.code, play.exit.lost) == (0, ())
+
+
 def test_only_the_agent_takes_snapshots() -> None:
     play = Play()
     play.take_snapshot("taken")

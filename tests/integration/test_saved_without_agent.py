@@ -183,6 +183,25 @@ def test_a_run_whose_agent_and_then_program_are_killed_stores_what_was_saved_bet
     assert run.log("checkpoint.announced") == []
 
 
+# No finish, so that the program leaves nothing to announce when the next agent is there.
+SAVES_TWICE_WITHOUT_AN_AGENT = KILLS_THE_AGENT.replace(
+    "os.kill(os.getpid(), signal.SIGKILL)",
+    """
+with checkpointer.save(200) as directory:
+    (directory / "state").write_text("200")
+os._exit(0)
+""",
+)
+
+
+def test_what_the_next_agent_takes_up_at_the_end_of_a_run_is_not_called_nothing(tmp_path: Path) -> None:
+    command = (sys.executable, "-c", SAVES_TWICE_WITHOUT_AN_AGENT)
+    with RunProcess(tmp_path / "volume", f"file://{tmp_path}/store", command=command) as run:
+        assert run.wait() == 0, run.output()
+    assert "checkpoint-200" in [line["name"] for line in run.log("checkpoint.committed")]
+    assert "nothing was stored" not in run.output()
+
+
 RESUMES = """
 import keepstep
 checkpointer = keepstep.Checkpointer()

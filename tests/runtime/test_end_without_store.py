@@ -17,6 +17,7 @@ from keepstep_agent.core.agent.events import Event, RanksSeen, StopRequested, Te
 from keepstep_agent.core.settings.values import Settings, TerminationSettings
 from keepstep_agent.runtime.api.server import AgentService
 from keepstep_agent.runtime.monitors import monitors
+from keepstep_agent.runtime.monitors.mirror import Mirror
 from keepstep_agent.runtime.monitors.monitors import Monitors
 from keepstep_agent.runtime.monitors.ranks import RanksLook
 from keepstep_agent.runtime.monitors.unannounced import UnannouncedRecovery
@@ -67,7 +68,14 @@ class _Announcements:
 class _Agent:
     """Its monitors, with a checkpoint that was recorded and never announced, whose only rank has just died."""
 
-    def __init__(self, volume: Path, executor: ThreadPoolExecutor, *, grace_seconds: float = 600.0) -> None:
+    def __init__(
+        self,
+        volume: Path,
+        executor: ThreadPoolExecutor,
+        *,
+        grace_seconds: float = 600.0,
+        empty_directories: bool = False,
+    ) -> None:
         keep(volume, 100, saved_at=100.0)
         play = Play()
         play.feed(RanksSeen(at=play.now, alive=frozenset({0})))
@@ -79,6 +87,7 @@ class _Agent:
         )
         self.engine, self.store = _Engine(play), _SilentStore()
         self.announcements = _Announcements(self.engine)
+        self.mirror = _EmptyDirectories(self.engine.news) if empty_directories else None
         clock = cast(Any, SimpleNamespace(now=lambda: play.now))
         nobody = RanksLook(alive=frozenset(), newest=None, age_seconds=0.0)
         live_ranks = cast(Any, SimpleNamespace(look=lambda: nobody))
@@ -88,7 +97,7 @@ class _Agent:
             live_ranks=live_ranks,
             executor=executor,
             settings=own,
-            mirror=None,
+            mirror=cast(Mirror | None, self.mirror),
             unannounced=UnannouncedRecovery(
                 announcements=cast(Any, self.announcements),
                 engine=cast(Any, self.engine),
@@ -124,6 +133,46 @@ async def test_a_sigterm_is_a_notice_before_the_store_is_asked(
     async with asyncio.timeout(HANG_SECONDS):
         await agent.monitors.stop("SIGTERM")
     assert agent.engine.news == [NOTICE, RANKS, "step 100", STOP]
+
+
+class _EmptyDirectories:
+    """A mirror that has found nothing. `asked_after`: the news when it was asked."""
+
+    def __init__(self, news: list[str]) -> None:
+        self._news = news
+        self.asked_after: list[str] = []
+
+    async def last_looks(self, **_: object) -> None:
+        pass
+
+    async def nothing_found(self) -> str:
+        self.asked_after = list(self._news)
+        return "nothing was stored"
+
+
+async def test_nothing_is_found_only_if_no_record_is_left_to_announce(
+    tmp_path: Path, executor: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The agent before this one has died, and this one has announced nothing yet when the program ends."""
+    monkeypatch.setattr(monitors, "_ASKING_SECONDS", 0.0)
+    agent = _Agent(tmp_path, executor, empty_directories=True)
+    assert agent.mirror is not None
+    async with asyncio.timeout(HANG_SECONDS):
+        await agent.monitors.drain_after_program(failed_at=None)
+    assert agent.mirror.asked_after == [RANKS, "step 100"]
+
+
+async def test_a_record_of_what_an_earlier_agent_had_shows_that_something_is_stored(
+    tmp_path: Path, executor: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its journal is lost."""
+    monkeypatch.setattr(monitors, "_ASKING_SECONDS", 0.0)
+    agent = _Agent(tmp_path, executor, empty_directories=True)
+    keep(tmp_path, 200, saved_at=200.0, announced=True)
+    async with asyncio.timeout(HANG_SECONDS):
+        await agent.monitors.drain_after_program(failed_at=None)
+    assert agent.engine.news == [RANKS, STOP]
+    assert agent.engine.state.termination.nothing_found == ""
 
 
 async def test_a_notice_does_not_wait_for_a_store_that_is_silent(tmp_path: Path, executor: ThreadPoolExecutor) -> None:

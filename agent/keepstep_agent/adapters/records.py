@@ -128,6 +128,15 @@ def unannounced(volume: Path, checkpoint_directory: Path, *, known: Collection[s
         return []
 
 
+def is_any_handed_over(volume: Path, checkpoint_directory: Path) -> bool:
+    """Return whether a record says that an agent or the destination has its checkpoint. Blocks."""
+    try:
+        with open_volume(volume) as root, root.folder(_FOLDER) as folder:
+            return any(recorded.handed_over for recorded in _read_newest(folder, volume, checkpoint_directory))
+    except OSError:
+        return False
+
+
 class RecordedPaths:
     """The paths of all checkpoints that have a record: a client announces them, or restore has fetched them.
 

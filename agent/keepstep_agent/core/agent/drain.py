@@ -226,5 +226,8 @@ def _exit(state: State) -> Exit:
         if not checkpoint.durable and checkpoint.phase is not Phase.SHED
     )
     newest = {checkpoint.info.is_snapshot: checkpoint for checkpoint in state.checkpoints.values()}
-    durable = all(checkpoint.durable for checkpoint in newest.values()) and not state.not_stored
-    return Exit(code=0 if durable else NOT_DURABLE_EXIT_CODE, lost=(*lost, *state.not_stored))
+    # Checkpoints of earlier agents count too: the journal keeps the newest one.
+    nothing_found = () if newest or not state.termination.nothing_found else (state.termination.nothing_found,)
+    not_stored = (*state.not_stored, *nothing_found)
+    durable = all(checkpoint.durable for checkpoint in newest.values()) and not not_stored
+    return Exit(code=0 if durable else NOT_DURABLE_EXIT_CODE, lost=(*lost, *not_stored))

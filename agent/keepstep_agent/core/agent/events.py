@@ -253,9 +253,13 @@ class WorkCancelled(WorkEnded):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopRequested(_Happened):
-    """The agent got SIGTERM, or the runner's program has ended (`trainers_gone`): exit once the drain is done."""
+    """The agent got SIGTERM, or the runner's program has ended (`trainers_gone`): exit once the drain is done.
+
+    `nothing_found` says that nothing of this run is stored and that nothing is left to announce; empty if there is.
+    """
 
     trainers_gone: bool
+    nothing_found: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -158,6 +158,7 @@ def _apply(state: State, event: Event) -> Iterator[Command]:
             if state.termination.stop_requested_at is None:
                 state.termination.stop_requested_at = state.now
             state.termination.trainers_gone |= event.trainers_gone
+            state.termination.nothing_found = state.termination.nothing_found or event.nothing_found
         case RanksSeen():
             if state.alive_ranks - event.alive:
                 # A rank that died in the middle of a save will neither announce nor abort it.

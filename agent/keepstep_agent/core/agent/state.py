@@ -96,6 +96,8 @@ class Termination:
     most_alive: int = 0
     stop_requested_at: float | None = None
     trainers_gone: bool = False
+    # For people, if the agent was told to stop and found nothing of this run: true unless something is announced.
+    nothing_found: str = ""
     exiting: bool = False
 
 

@@ -85,6 +85,8 @@ class Mirror:
         self._restored: list[str] = []
         # New folders that the last plan has left out.
         self._incomplete: frozenset[str] = frozenset()
+        # Whether the last look found nothing new, with no program that could still write.
+        self._is_empty_at_end = False
         self._next_at = 0.0
         self._look_cpu_seconds = 0.0
         self._pause_seconds = self._least_pause_seconds = 0.0
@@ -139,6 +141,19 @@ class Mirror:
         except Exception:
             # Whatever lies in these directories, the agent must be able to end.
             log.exception("mirror.failed", hint="this is a bug in the agent: please report it")
+
+    async def nothing_found(self) -> str:
+        """Return a line for people if the program has ended and left nothing; else "".
+
+        Then the last looks found nothing, and nothing was restored. Whether anything was announced, the core knows.
+        """
+        base = self._snapshots.base
+        if not self._is_empty_at_end or self._engine.state.termination.noticed or base.snapshot or base.others:
+            return ""
+        if await self._run(recorded_save, self._state_directory, RESUMED):
+            return ""
+        places = " and ".join(self._settings.watch)
+        return f"nothing was stored: nothing was announced, and nothing is in {places}"
 
     async def _wait_for_the_one_before(self) -> None:
         """Wait for a snapshot on its way, so that the last one need not send its files again.
@@ -261,12 +276,9 @@ class Mirror:
         if self._snapshots.are_of(scan):
             return ""
         plan = await self._plan(scan, held_back, growing, failed_at=failed_at, is_last=is_last)
-        not_stored = plan.not_stored
-        if is_last and not plan.is_news and await self._has_stored_nothing():
-            places = " and ".join(self._settings.watch)
-            not_stored = (*not_stored, f"nothing was stored: nothing was announced, and nothing is in {places}")
-        if not_stored != self._engine.state.not_stored:
-            await self._engine.submit(OutputLooked(at=self._clock.now(), not_stored=not_stored))
+        self._is_empty_at_end = is_last and not plan.is_news
+        if plan.not_stored != self._engine.state.not_stored:
+            await self._engine.submit(OutputLooked(at=self._clock.now(), not_stored=plan.not_stored))
         self._moments.taken()
         if self._incomplete:
             # Look again even if nothing changes any more.
@@ -350,18 +362,6 @@ class Mirror:
             local_world_size=1,
             snapshot=plan.content,
         )
-
-    async def _has_stored_nothing(self) -> bool:
-        """Whether a program that has come to its end has stored nothing, and nothing was restored for it either."""
-        state = self._engine.state
-        if (
-            state.termination.noticed
-            or state.checkpoints
-            or self._snapshots.base.snapshot
-            or self._snapshots.base.others
-        ):
-            return False
-        return not await self._run(recorded_save, self._state_directory, RESUMED)
 
     async def _is_pinned(self, save: str) -> bool:
         def settled(state: State) -> bool:

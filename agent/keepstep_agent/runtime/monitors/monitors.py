@@ -319,7 +319,13 @@ class Monitors:
                 limit_seconds=self._seconds_to_look_around(),
             )
         await self._recover_unannounced()
-        await self._engine.submit(StopRequested(at=self._clock.now(), trainers_gone=trainers_gone))
+        nothing_found = ""
+        # Not before the recovery: an agent that was just restarted has announced nothing yet.
+        if self._mirror is not None and not await self._unannounced.has_found_any():
+            nothing_found = await self._mirror.nothing_found()
+        await self._engine.submit(
+            StopRequested(at=self._clock.now(), trainers_gone=trainers_gone, nothing_found=nothing_found)
+        )
 
     async def _recover_unannounced(self) -> None:
         """Announce unannounced checkpoints in half of the time that is left, because they must still be sent."""

@@ -13,7 +13,7 @@ from typing import Final
 
 import structlog
 
-from keepstep_agent.adapters.records import RecordedCheckpoint, unannounced
+from keepstep_agent.adapters.records import RecordedCheckpoint, is_any_handed_over, unannounced
 from keepstep_agent.core.errors import ErrorKind, KeepstepError, StoreError
 from keepstep_agent.core.model import AnnouncementTime, SaveInfo
 from keepstep_agent.core.settings.values import Settings
@@ -68,6 +68,17 @@ class UnannouncedRecovery:
                     await self._announce(recorded)
         except Exception:
             log.exception("unannounced.failed", hint=_BUG_HINT)
+
+    async def has_found_any(self) -> bool:
+        """Return whether a record says that an agent or the store has its checkpoint, or the store has said so.
+
+        The journal of the agent that had it may be lost.
+        """
+        if self._committed:
+            return True
+        return await asyncio.get_running_loop().run_in_executor(
+            self._executor, is_any_handed_over, self._volume, self._directory
+        )
 
     def _known(self) -> set[str]:
         return {*self._engine.state.checkpoints, *self._committed}
