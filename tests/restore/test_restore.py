@@ -111,13 +111,13 @@ async def test_a_local_copy_with_other_bytes_of_the_same_size_is_replaced(store:
 
 
 async def test_another_save_under_the_same_name_is_replaced_whole(store: FakeStore, volume: Path) -> None:
-    place = volume / "checkpoints" / "checkpoint-5"
-    place.mkdir(parents=True)
-    (place / "stale").write_text("of another save")
+    await store_checkpoint(store, 4, name="checkpoint-5", ranks=[{"stale": b"4", "folder/stale": b"4"}])
+    await run(store, volume)
     await store_checkpoint(store, 5)
     restored = await run(store, volume)
     assert restored is not None
-    assert content(place) == all_files(5)
+    assert content(restored.path) == all_files(5)
+    assert not (restored.path / "folder").exists()
     assert not leftovers(volume)
 
 
@@ -131,15 +131,20 @@ async def test_no_record_speaks_for_a_place_that_is_being_changed(
 
     rename = Folder.rename
 
+    records = volume / ".keepstep" / "records"
+
     def fail(folder: Folder, path: str, to: Folder, to_path: str) -> None:
         if to_path.startswith("checkpoints/"):
+            assert not list(records.iterdir())
             raise OSError(errno.EIO, "Input/output error")
         rename(folder, path, to, to_path)
 
     monkeypatch.setattr(Folder, "rename", fail)
     with pytest.raises(VolumeError):
         await run(store, volume)
-    assert not list((volume / ".keepstep" / "records").iterdir())
+    # The old one is back, with its record.
+    assert len(content(first.path)) == len(all_files(5)) - 1
+    assert record(volume, "checkpoint-5")["save"] == first.save
 
 
 async def test_garbage_of_an_earlier_restore_is_removed_even_when_there_is_nothing_to_restore(

@@ -54,6 +54,25 @@ def recorded_save(volume: Path, path: str) -> str:
         return ""
 
 
+class _Named(msgspec.Struct, frozen=True):
+    """The part of a record that tells its files. That of a restored checkpoint has the files of all ranks."""
+
+    files: tuple["_File", ...]
+    directory: str | None = None
+
+
+def recorded_files(root: Folder, path: str, directory: str) -> tuple[str, ...]:
+    """Return the files that the record at `path` names, if it is of a checkpoint in `directory`; else none.
+
+    Both are below `root`, which is the volume. The files are relative to the checkpoint; nothing else is known of them.
+    """
+    try:
+        record = msgspec.json.decode(root.read(path, RECORD_BYTES), type=_Named)
+    except (OSError, ValueError, RecursionError):
+        return ()
+    return tuple(file.path for file in record.files) if record.directory in {None, directory} else ()
+
+
 _FOLDER: Final = f"{STATE_DIRECTORY}/{RECORDS_DIRECTORY}"
 _UNREADABLE: Final = (OSError, ValueError)
 

@@ -1,30 +1,47 @@
 """Keeps records of the checkpoints that are whole on the local volume, and puts a downloaded one in its place.
 
 Owns `<volume>/.keepstep/records/`, the record of what was resumed from, and the move from `incoming/` to the checkpoint
-directory. Invariants: a record is written after its checkpoint is whole and in place, and removed before that place
-changes; what another save left under that name is moved aside first and removed last. All functions block. They
-raise VolumeError only.
+directory. Invariants: a record is written after its checkpoint is whole and in place, and moved away before another one
+gets that place. What had the place is moved to `replaced/` with its record. Only the files that this record names are
+then removed, and all others go back. So a restore that is killed leaves the old checkpoint or the new one, and no file
+of the user's is lost. All functions block. They raise VolumeError only.
 """
 
+import errno
 import stat
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
+import structlog
+
 from keepstep_agent.adapters.checksum import region_checksum
-from keepstep_agent.adapters.records import recorded_save
+from keepstep_agent.adapters.records import recorded_files, recorded_save
 from keepstep_agent.adapters.region_file import part_region
 from keepstep_agent.adapters.volume.announced_files import resolve_path
 from keepstep_agent.adapters.volume.errors import folder_error, volume_error
 from keepstep_agent.adapters.volume.shared_folders import make_own_folder, make_state_directory, open_state_directory
-from keepstep_agent.adapters.volume.shared_volume import fingerprint, open_volume, path_in
+from keepstep_agent.adapters.volume.shared_volume import Folder, fingerprint, open_volume, path_in
 from keepstep_agent.catalog.reading import CommittedCheckpoint, StoredFile
 from keepstep_agent.core.errors import VolumeError
-from keepstep_api.names import INCOMING_DIRECTORY, RECORDS_DIRECTORY, RESUMED, STATE_DIRECTORY
+from keepstep_agent.restore.strange_files import put_back, remove_recorded
+from keepstep_api.names import (
+    INCOMING_DIRECTORY,
+    RECORDS_DIRECTORY,
+    REPLACED_DIRECTORY,
+    RESUMED,
+    STATE_DIRECTORY,
+)
 from keepstep_api.records import SUFFIX, Record, RecordedFile
 
 _INCOMING: Final = f"{STATE_DIRECTORY}/{INCOMING_DIRECTORY}"
 _RECORDS: Final = f"{STATE_DIRECTORY}/{RECORDS_DIRECTORY}"
-_REPLACED_SUFFIX: Final = ".replaced"
+_REPLACED: Final = f"{STATE_DIRECTORY}/{REPLACED_DIRECTORY}"
+_CONTENT: Final = "content"
+_RECORD: Final = "record"
+_SHOWN_FILES: Final = 5
+
+_log: structlog.typing.FilteringBoundLogger = structlog.get_logger()
 
 
 class LocalCopies:
@@ -37,7 +54,7 @@ class LocalCopies:
         self._checkpoints = ""
 
     def prepare(self, *, keep: str = "") -> None:
-        """Make the folders, and remove what an earlier restore left unfinished, except of the save `keep`."""
+        """Make the folders, and clear up what an earlier restore left unfinished, except of the save `keep`."""
         make_state_directory(self._volume, self._state_directory)
         try:
             with open_volume(self._volume) as root:
@@ -50,6 +67,8 @@ class LocalCopies:
                 if self._directory.is_relative_to(self._volume) and not self._directory.exists():
                     root.make_folder(path_in(self._volume, self._directory)).close()
             self._checkpoints = resolve_path(self._volume, str(self._directory))
+            with open_volume(self._volume) as root:
+                self._settle_all(root)
         except OSError as error:
             raise folder_error(error, f"preparing {self._volume}/{_INCOMING} and {self._directory}") from error
 
@@ -90,22 +109,33 @@ class LocalCopies:
             return False
 
     def install(self, checkpoint: CommittedCheckpoint) -> None:
-        """Move a downloaded checkpoint into its place and record it."""
-        place = self._place(checkpoint)
-        replaced = f"{_INCOMING}/{checkpoint.marker.info.save}{_REPLACED_SUFFIX}"
+        """Move a downloaded checkpoint into its place and record it. Files there that no record names stay."""
+        name, place, record = checkpoint.marker.info.name, self._place(checkpoint), _record_path(checkpoint)
+        replaced = f"{_REPLACED}/{name}"
         gathered = self.incoming(checkpoint)
         if checkpoint.single_file:
             gathered += f"/{checkpoint.files[0].entry.path}"
         try:
             with open_volume(self._volume) as root:
-                root.unlink(_record_path(checkpoint))
+                self._settle(root, name)
+                if root.exists(replaced):
+                    raise FileExistsError(errno.EEXIST, "what an earlier restore has replaced is still there", replaced)
                 if root.exists(place):
-                    root.rename(place, root, replaced)
-                root.rename(gathered, root, place)
+                    root.make_folder(replaced).close()
+                    root.rename(place, root, f"{replaced}/{_CONTENT}")
+                    if root.exists(record):
+                        root.rename(record, root, f"{replaced}/{_RECORD}")
+                else:
+                    root.unlink(record)
+                try:
+                    root.rename(gathered, root, place)
+                except OSError:
+                    self._settle(root, name)
+                    raise
                 with root.folder(self._checkpoints) as folder:
                     folder.sync()
                 self.record(checkpoint)
-                root.remove(replaced)
+                self._settle(root, name)
         except OSError as error:
             raise volume_error(error, f"putting {self.place(checkpoint)} in its place") from error
 
@@ -130,8 +160,55 @@ class LocalCopies:
         except OSError as error:
             raise volume_error(error, f"writing {self._state_directory}/{RESUMED}") from error
 
+    def _settle_all(self, root: Folder) -> None:
+        """Settle what restores that were killed have left."""
+        with suppress(FileNotFoundError), root.folder(_REPLACED) as replaced:
+            for entry in replaced.entries():
+                self._settle(root, entry.name)
+
+    def _settle(self, root: Folder, name: str) -> None:
+        """End the replacement of the checkpoint `name`, however far it got. Idempotent; a failure is only logged.
+
+        If the new one has not got the place, the old one gets it back, with its record. A record of the old one lies
+        here only after its content; so without the content the replacement is over.
+        """
+        replaced, place, record = f"{_REPLACED}/{name}", self._path(name), f"{_RECORDS}/{name}{SUFFIX}"
+        content, old_record = f"{replaced}/{_CONTENT}", f"{replaced}/{_RECORD}"
+        set_aside: list[str] = []
+        try:
+            if not root.exists(replaced):
+                return
+            has_moved = root.exists(place) or (root.exists(old_record) and root.exists(record))
+            if has_moved:
+                remove_recorded(root, content, recorded_files(root, old_record, self._checkpoints))
+            elif root.exists(content) and root.exists(old_record):
+                root.rename(old_record, root, record)
+            if root.exists(content):
+                with root.folder(replaced) as source, root.folder(self._checkpoints) as target:
+                    set_aside += put_back(source, _CONTENT, target, name)
+                    target.sync()
+            root.remove(replaced)
+        except OSError as error:
+            _log.warning(
+                "restore.replaced_kept",
+                path=str(self._volume / replaced),
+                error=str(error),
+                hint=f"move what is yours there to {self._directory / name}; the next restore tries again",
+            )
+        if set_aside:
+            _log.warning(
+                "restore.set_aside",
+                directory=str(self._directory),
+                paths=set_aside[:_SHOWN_FILES],
+                count=len(set_aside),
+                hint="no record of Keepstep's names them, and restored files have their names now: "
+                "remove what you do not need",
+            )
+
     def _place(self, checkpoint: CommittedCheckpoint) -> str:
-        name = checkpoint.marker.info.name
+        return self._path(checkpoint.marker.info.name)
+
+    def _path(self, name: str) -> str:
         return f"{self._checkpoints}/{name}" if self._checkpoints else name
 
     def _is_intact(self, path: str, file: StoredFile) -> bool:

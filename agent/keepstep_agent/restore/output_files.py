@@ -33,6 +33,7 @@ from keepstep_agent.core.errors import ErrorKind, VolumeError
 from keepstep_agent.core.mirror.output_scan import folder_of
 from keepstep_agent.core.model import FileEntry, Fingerprint
 from keepstep_agent.restore.placing import place_file, place_link, set_time
+from keepstep_agent.restore.strange_files import move_aside
 from keepstep_api.names import INCOMING_DIRECTORY, STATE_DIRECTORY
 
 _INCOMING: Final = f"{STATE_DIRECTORY}/{INCOMING_DIRECTORY}"
@@ -63,11 +64,13 @@ class Look:
 class Placed:
     """A file or a link to put in place. `source`: the folder below the volume that it was downloaded to.
 
-    Without a source the file is in its place already, and only gets its time.
+    Without a source the file is in its place already, and only gets its time. `keeps_old`: what has its name is kept,
+    under another one.
     """
 
     entry: FileEntry
     source: str = ""
+    keeps_old: bool = False
 
 
 class OutputFiles:
@@ -168,6 +171,8 @@ class OutputFiles:
 
     def _put_one(self, one: Placed, target: Folder) -> None:
         entry, name = one.entry, _name_of(one.entry.path)
+        if one.keeps_old and target.exists(name):
+            move_aside(target, name)
         if entry.link:
             place_link(entry, name, target)
         elif not one.source:

@@ -21,7 +21,8 @@ class Treatment(StrEnum):
     FILL: The base knows no file of it, so nobody knows whose its files are. Everything is put in place, unless that
     would replace a file with other bytes: then the whole directory is left alone.
 
-    REPLACE: Another machine has taken a newer snapshot of this node meanwhile. It replaces what is here.
+    REPLACE: Another machine has taken a newer snapshot of this node meanwhile. It replaces what is here, but for files
+    that the base does not know: those get another name.
 
     LEAVE: What is here is as new as the newest snapshot, or newer. Only files that are provably broken are replaced,
     and other nodes' files are brought up to date if this node has not changed them.
@@ -40,6 +41,7 @@ class Selection:
         wanted: Files and links to put in place.
         here: Files and links of the snapshot that are in their place already, with the same bytes.
         broken: The wanted files that replace a broken one.
+        strange: The paths of wanted entries where something lies that no record of Keepstep's names.
         left: Directories that are left alone because they have this run's files.
         conflicts: Directories that are left alone because nobody knows whose their files are, with one such path.
         unknown: First names of paths that lie in no output directory.
@@ -49,6 +51,7 @@ class Selection:
     wanted: tuple[FileEntry, ...]
     here: tuple[FileEntry, ...]
     broken: frozenset[str]
+    strange: frozenset[str]
     left: frozenset[str]
     conflicts: Mapping[str, str]
     unknown: frozenset[str]
@@ -119,6 +122,7 @@ class _Selecting:
         self._wanted: list[FileEntry] = []
         self._here: list[FileEntry] = []
         self._broken: set[str] = set()
+        self._strange: set[str] = set()
         self._conflicts: dict[str, str] = {}
         self._reserved: set[str] = set()
 
@@ -151,6 +155,7 @@ class _Selecting:
             wanted=tuple(self._wanted),
             here=tuple(self._here),
             broken=frozenset(self._broken),
+            strange=frozenset(self._strange),
             left=frozenset(label for label in labels if self._treatments[label] is Treatment.LEAVE),
             conflicts=self._conflicts,
             unknown=frozenset(unknown),
@@ -173,6 +178,13 @@ class _Selecting:
         if look.kind in (EntryKind.FOLDER, EntryKind.BLOCKED):
             there = "a folder is there" if look.kind is EntryKind.FOLDER else "one of its folders is something else"
             raise in_the_way(self._output.place(entry.path), there)
+        if self._is_strange(entry, look):
+            if self._output.holds(entry, look):
+                self._here.append(entry)
+            else:
+                self._strange.add(entry.path)
+                self._wanted.append(entry)
+            return
         if not is_own:
             if look.seen is None or look.seen != self._brought(entry):
                 self._wanted.append(entry)
@@ -183,12 +195,19 @@ class _Selecting:
         else:
             self._wanted.append(entry)
 
+    def _is_strange(self, entry: FileEntry, look: Look) -> bool:
+        """Whether something lies in an entry's place that restore has not put there and no snapshot of ours has."""
+        names = (self._base.files, self._base.others, self._base.links)
+        return look.kind is not EntryKind.NOTHING and not any(entry.path in paths for paths in names)
+
     def _mend(self, entry: FileEntry, look: Look) -> None:
         held = self._base.files.get(entry.path)
         if entry.link or look.kind is not EntryKind.FILE or (held is not None and held.fingerprint == look.seen):
             return
         if self._output.is_broken(entry.path):
             self._broken.add(entry.path)
+            if self._is_strange(entry, look):
+                self._strange.add(entry.path)
             self._wanted.append(entry)
 
     def _brought(self, entry: FileEntry) -> Fingerprint | None:

@@ -44,6 +44,7 @@ from keepstep_agent.restore.snapshot_selection import (
     select_own,
     snapshot_id,
 )
+from keepstep_agent.restore.strange_files import ASIDE_SUFFIX
 
 _log: structlog.typing.FilteringBoundLogger = structlog.get_logger()
 _Result = TypeVar("_Result")
@@ -189,7 +190,7 @@ class _SnapshotRestore:
         self._gathered = [replace(one, selection=one.selection.without(conflicts)) for one in self._gathered]
         looks: dict[str, Fingerprint] = self._output.put(
             [
-                Placed(entry=entry, source=source)
+                Placed(entry=entry, source=source, keeps_old=entry.path in one.selection.strange)
                 for one in self._gathered
                 for entries, source in ((one.selection.wanted, one.source), (one.selection.here, ""))
                 for entry in entries
@@ -302,6 +303,11 @@ class _SnapshotRestore:
         if reserved := {str(self._output.place(path)) for one in selections for path in one.reserved}:
             self._warnings.append(
                 f"Keepstep keeps its own files where the snapshot has {_some(reserved)}: not restored"
+            )
+        if strange := {str(self._output.place(path)) for one in selections for path in one.strange}:
+            self._warnings.append(
+                f"no record of Keepstep's names the files that were in the places of {_some(strange)}: they are beside "
+                f"these now, and their names end in {ASIDE_SUFFIX}; remove what you do not need"
             )
         if broken := {str(self._output.place(path)) for one in selections for path in one.broken}:
             self._warnings.append(
