@@ -15,6 +15,7 @@ from tests.compatibility.environments import ENVIRONMENTS
 from tests.harness.bounds import HANG_SECONDS
 
 from keepstep_agent.cli.autoload import copy_autoload
+from keepstep_agent.core.errors import KeepstepError
 from keepstep_agent.core.injection import volumes
 from keepstep_agent.core.injection.pod import quantity_or_nothing
 from keepstep_api import names
@@ -53,6 +54,17 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def injected(tmp_path: Path) -> Path:
     copy_autoload(tmp_path / "injected")
     return tmp_path / "injected"
+
+
+def test_a_folder_with_other_files_is_left_as_it_is_and_a_copy_can_be_made_again(tmp_path: Path) -> None:
+    users = tmp_path / "users" / "sitecustomize.py"
+    users.parent.mkdir()
+    users.write_text("mine")
+    with pytest.raises(KeepstepError, match="has files that Keepstep did not write"):
+        copy_autoload(users.parent)
+    assert [path.read_text() for path in users.parent.iterdir()] == ["mine"]
+    for _ in range(2):
+        copy_autoload(tmp_path / "new")
 
 
 @pytest.fixture

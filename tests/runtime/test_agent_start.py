@@ -1,18 +1,21 @@
 """How an agent begins."""
 
 import asyncio
+import socket
 import threading
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from tests.core.play import settings
 from tests.harness.bounds import HANG_SECONDS
 
-from keepstep_agent.core.errors import ErrorKind, VolumeError
+from keepstep_agent.core.errors import ErrorKind, KeepstepError, VolumeError
+from keepstep_agent.runtime.api.server import serve_grpc
 from keepstep_agent.runtime.process import app
 from keepstep_agent.runtime.process.open_volume import claim_volume
+from keepstep_api.v1 import agent_pb2_grpc
 
 
 async def test_signals_are_heard_while_a_long_journal_is_replayed(
@@ -46,3 +49,19 @@ def test_no_journal_goes_to_the_working_directory(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="state directory"):
         claim_volume(replace(settings(), volume=str(tmp_path / "volume"), state_directory=""))
     assert list(tmp_path.iterdir()) == []
+
+
+async def test_a_file_in_the_place_of_the_socket_is_an_error_and_stays(tmp_path: Path) -> None:
+    service = cast(Any, agent_pb2_grpc.AgentServicer())
+    users = tmp_path / "results.csv"
+    users.write_text("mine")
+    with pytest.raises(KeepstepError, match=r"cannot serve on the socket .*results\.csv"):
+        async with serve_grpc(service, users):
+            pass
+    assert users.read_text() == "mine"
+    # The socket of an agent that was killed is in nobody's way.
+    with socket.socket(socket.AF_UNIX) as killed:
+        killed.bind(str(tmp_path / "s"))
+    async with serve_grpc(service, tmp_path / "s"):
+        assert (tmp_path / "s").is_socket()
+    assert not (tmp_path / "s").exists()

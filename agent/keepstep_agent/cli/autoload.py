@@ -10,7 +10,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from keepstep_agent.adapters.volume.errors import folder_error
+from keepstep_agent.core.errors import ErrorKind, KeepstepError
 
+_PACKAGES = ("keepstep", "keepstep_api")
 _FOLDER = Path("autoload", "path")
 # As `keepstep.autoload.own_copies` calls it. A folder of its own: the trainer's own packages come first.
 _VENDOR = "vendor"
@@ -34,11 +36,14 @@ def copy_autoload(to: Path) -> None:
     """Make `to` a folder for PYTHONPATH with everything that another interpreter needs.
 
     grpcio and protobuf go where only a client that finds no others looks for them. gRPC's extension module is for this
-    version of Python alone; protobuf's is not copied, as it can do without. Raises KeepstepError.
+    version of Python alone; protobuf's is not copied, as it can do without.
+
+    Raises KeepstepError, also if `to` has other files: one of them may be a sitecustomize of the user's.
     """
+    _refuse_strange(to)
     vendor = to / _VENDOR
     try:
-        for name in ("keepstep", "keepstep_api"):
+        for name in _PACKAGES:
             _copy(_package(name), to / name)
         _copy(_package("grpc"), vendor / "grpc")
         _copy(_package("google.protobuf"), vendor / "google" / "protobuf")
@@ -49,6 +54,20 @@ def copy_autoload(to: Path) -> None:
         raise folder_error(OSError(0, str(error)), f"cannot copy autoload to {to}") from error
     except OSError as error:
         raise folder_error(error, f"cannot copy autoload to {to}") from error
+
+
+def _refuse_strange(to: Path) -> None:
+    """Raise KeepstepError unless the folder is new, empty or of an earlier copy, which begins with our package."""
+    try:
+        is_strange = to.exists() and not (to / _PACKAGES[0]).is_dir() and any(to.iterdir())
+    except OSError as error:
+        raise folder_error(error, f"cannot copy autoload to {to}") from error
+    if is_strange:
+        raise KeepstepError(
+            ErrorKind.BAD_CONFIGURATION,
+            f"cannot copy autoload to {to}: it has files that Keepstep did not write",
+            hint="give an empty directory",
+        )
 
 
 def _copy(package: Path, to: Path) -> None:

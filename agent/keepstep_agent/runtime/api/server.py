@@ -7,8 +7,9 @@ the socket of a killed agent.
 
 import asyncio
 import secrets
+import stat
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -298,7 +299,8 @@ async def serve_grpc(service: AgentService, socket: Path) -> AsyncIterator[None]
     name = agent_pb2.DESCRIPTOR.services_by_name["Agent"].full_name
     reflection.enable_server_reflection([name, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
     try:
-        _make_way(socket)
+        socket.parent.mkdir(parents=True, exist_ok=True)
+        _remove_left_behind(socket)
         server.add_insecure_port(socket_address(socket))
         await server.start()
         _share(socket)
@@ -314,7 +316,7 @@ async def serve_grpc(service: AgentService, socket: Path) -> AsyncIterator[None]
         yield
     finally:
         await server.stop(_STOP_SERVING_SECONDS)
-        _make_way(socket)
+        _remove_left_behind(socket)
 
 
 def _share(socket: Path) -> None:
@@ -322,7 +324,8 @@ def _share(socket: Path) -> None:
     socket.chmod(_SOCKET_MODE)
 
 
-def _make_way(socket: Path) -> None:
-    """Remove a socket that an earlier agent left behind."""
-    socket.parent.mkdir(parents=True, exist_ok=True)
-    socket.unlink(missing_ok=True)
+def _remove_left_behind(socket: Path) -> None:
+    """Remove the socket of an agent that has ended. Leaves anything else alone: --socket may name a file by mistake."""
+    with suppress(FileNotFoundError):
+        if stat.S_ISSOCK(socket.lstat().st_mode):
+            socket.unlink()
