@@ -122,13 +122,13 @@ class _Agent(Play):
         self.dead = False
 
     def save(self, kind: Kind) -> None:
-        """All its ranks announce a small file each."""
+        """All its ranks announce their directory, into which each has written a small file."""
         first = self._number * RANKS_PER_AGENT
         for rank in range(first, first + RANKS_PER_AGENT):
             self._at_once()
             self.announce_only(
                 _SAVE,
-                (4_000,),
+                (4_000,) * RANKS_PER_AGENT,
                 kind=kind,
                 rank=rank,
                 world_size=self._world_size,

@@ -219,10 +219,11 @@ class StagedDescriptor:
 class StageRequest:
     """What to pin: `files` (relative to `path`) or, if empty, everything below `path`.
 
-    `private`: copy or reflink instead of hard links, because this trainer rewrites files in place. The same holds for a
-    file with one of `rewritten_inodes`. `signatures`: if there are any, `content_signature` must still return one of
-    them. `descriptor` is stored beside the links. `sources`: pin these files of the output directories instead, each as
-    it says; `path`, `files`, `private` and `signatures` do not apply.
+    `others`: files of the program's own, which are copied; one that cannot be copied is left out. `private`: copy or
+    reflink instead of hard links, because this trainer rewrites files in place. The same holds for a file with one of
+    `rewritten_inodes`. `signatures`: if there are any, `content_signature` of `files` must still return one of them.
+    `descriptor` is stored beside the links. `sources`: pin these files of the output directories instead, each as it
+    says; `path`, `files`, `others`, `private` and `signatures` do not apply.
     """
 
     save: str
@@ -234,6 +235,7 @@ class StageRequest:
     rewritten_inodes: frozenset[int] = frozenset()
     signatures: frozenset[str] = frozenset()
     sources: tuple[SourceFile, ...] | None = None
+    others: tuple[str, ...] = ()
 
 
 def save_of_pin(pin: str) -> str:
@@ -255,7 +257,10 @@ class StagingArea(Protocol):
         """
 
     def stage(self, request: StageRequest) -> tuple[StagedFile, ...]:
-        """Pin the files durably, all or none. Idempotent for the same save and rank."""
+        """Pin the files durably, all or none, and copy what can be copied of the others.
+
+        Idempotent for the same save and rank.
+        """
 
     def check(self, save: str, rank: int, files: Sequence[StagedFile]) -> None:
         """Raise FILE_MISSING or FILE_CHANGED if the pinned files are not what they were."""

@@ -137,6 +137,8 @@ def socket_address(socket: Path | str) -> str:
     return f"unix:{quote(os.fsencode(socket))}"
 
 
+MOST_OTHERS: Final = 1_000
+"""How many files of the program's own an announcement may name besides those of the save."""
 MOST_UNITS: Final = 16
 """How many sorts of things a program may count in an announcement."""
 MOST_DONE: Final = 10**15

@@ -126,7 +126,7 @@ class Play:
         local_world_size: int = 1,
         stall_seconds: float = 0.0,
     ) -> tuple[Command, ...]:
-        """A rank announces files of these sizes, and they are staged at once."""
+        """A rank announces files of these sizes, and they are staged at once: shared ones after the last rank's."""
         self.announce_only(
             save,
             sizes,
@@ -136,6 +136,9 @@ class Play:
             local_world_size=local_world_size,
             stall_seconds=stall_seconds,
         )
+        shared = [work for work in self.in_flight if work.save == save and work.operation is Operation.STAGE]
+        if local_world_size > 1:
+            return self.answer(shared[0]) if shared else ()
         return self.answer(WorkId(Operation.STAGE, save, rank))
 
     def announce_only(
@@ -149,10 +152,11 @@ class Play:
         local_world_size: int = 1,
         stall_seconds: float = 0.0,
     ) -> None:
-        """The announcement alone: its files are being staged."""
+        """The announcement alone: its files are being staged. Several local ranks share a directory and its files."""
         step = self.steps.setdefault(save, len(self.steps) + 1)
         self.sizes[save, rank] = sizes
-        files = tuple(f"r{rank}-{index}" for index in range(len(sizes)))
+        prefix = "shared" if local_world_size > 1 else f"r{rank}"
+        files = tuple(f"{prefix}-{index}" for index in range(len(sizes)))
         info = SaveInfo(save=save, name=f"checkpoint-{step}", step=step, kind=kind, world_size=world_size)
         self.feed(
             Announced(

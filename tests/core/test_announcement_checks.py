@@ -58,6 +58,8 @@ def test_another_rank_of_a_known_save_is_news() -> None:
         (replace(_announcement(), rank=-1), ErrorKind.BAD_REQUEST),
         (replace(_announcement(), local_world_size=3), ErrorKind.BAD_REQUEST),
         (replace(_announcement(), files=("../escape",)), ErrorKind.BAD_NAME),
+        (replace(_announcement(), others=("../escape",)), ErrorKind.BAD_NAME),
+        (replace(_announcement(), files=(), others=("train.log",)), ErrorKind.BAD_REQUEST),
         (replace(_announcement(), info=replace(_announcement().info, name="a/b")), ErrorKind.BAD_NAME),
         (replace(_announcement(), info=replace(_announcement().info, save="")), ErrorKind.BAD_NAME),
     ],
@@ -111,12 +113,12 @@ def test_a_save_of_which_something_was_sent_is_never_announced_again_with_other_
 
 def test_a_late_rank_of_a_save_that_was_given_up_is_no_error() -> None:
     play = Play(max_concurrency=1)
-    play.announce("save", (PART_BYTES,) * 3, world_size=2, local_world_size=2)
+    play.announce("save", (PART_BYTES,) * 3, world_size=2)
     play.announce("wire", (PART_BYTES,) * 3)
     play.announce("newest", (PART_BYTES,) * 3)
     play.feed(DiskRead(at=play.now, used_bytes=0, free_bytes=0, total_bytes=1))
     assert play.phase("save") is Phase.SHED
-    event = _announcement(rank=1)
+    event = _announcement(rank=1, local_world_size=1)
     check_announcement(play.state, event)
     assert known_announcement(play.state, event) is play.state.checkpoints["save"]
 

@@ -148,9 +148,9 @@ def test_a_failed_save_stays_on_the_volume_until_a_newer_one_is_committed() -> N
 
 def test_pins_that_are_made_after_their_save_failed_are_dropped() -> None:
     play = Play()
-    play.announce("save", world_size=2, local_world_size=2)
+    play.announce("save", world_size=2)
     # The second rank's pins are still being made when the first one's file turns out to be changed.
-    play.announce_only("save", rank=1, world_size=2, local_world_size=2)
+    play.announce_only("save", rank=1, world_size=2)
     play.fail(WorkId(Operation.PUT_FILE, "save", 0, "r0-0"), ErrorKind.FILE_CHANGED)
     play.answer(WorkId(Operation.STAGE, "save", 1))
     play.announce("next")

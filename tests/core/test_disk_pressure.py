@@ -230,7 +230,7 @@ def test_a_checkpoint_that_waits_for_ranks_goes_ten_minutes_after_a_newer_one_is
         play.tick()
         if play.in_flight.pop(work, None):
             play.feed(CommitWaits(at=play.now, work=work, missing_ranks=1))
-    assert [play.phase(save) for save in ("elsewhere", "here")] == [Phase.SEALED, Phase.UPLOADING]
+    assert [play.phase(save) for save in ("elsewhere", "here")] == [Phase.SEALED, Phase.ANNOUNCED]
     assert planner.next_wake(play.state) is not None
     play.now += 20
     play.tick()

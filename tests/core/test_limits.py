@@ -12,6 +12,7 @@ from keepstep_agent.core.injection.annotation_table import settings_annotations
 from keepstep_agent.core.injection.annotations import read_annotations
 from keepstep_agent.core.injection.spec import InjectionDefaults, Refusal
 from keepstep_agent.core.limits import (
+    REQUEST_LISTS,
     REQUEST_MESSAGES,
     REQUEST_NUMBERS,
     REQUEST_TEXTS,
@@ -63,6 +64,19 @@ def test_a_request_has_only_so_many_messages_and_each_is_checked() -> None:
     messages = {field.name: field.message_type for field in described if field.message_type is not None}
     assert messages.keys() == REQUEST_MESSAGES.keys()
     assert list(messages.values()) == PARTS
+
+
+def test_a_request_has_only_so_many_texts() -> None:
+    lists = [field for field in bounded_fields() if field.is_repeated]
+    assert {field.name for field in lists} == REQUEST_LISTS.keys()
+    for field in lists:
+        assert field.containing_type is not None
+        request = GetMessageClass(field.containing_type)
+        most = REQUEST_LISTS[field.name]
+        check_request(request(**{field.name: ["a"] * most}))
+        with pytest.raises(RequestError, match=field.name) as refused:
+            check_request(request(**{field.name: ["a"] * (most + 1)}))
+        assert f"{most:,}" in refused.value.hint
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0, 1e300])

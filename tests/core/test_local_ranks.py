@@ -1,13 +1,14 @@
 """Ranks of one pod that write one checkpoint into one directory: it is theirs together, however they announce it."""
 
+from dataclasses import replace
 from itertools import permutations
 
 import pytest
-from tests.core.play import Play
+from tests.core.play import Play, staged_file
 
 from keepstep_agent.core.agent.announcements import check_announcement, known_announcement
 from keepstep_agent.core.agent.commands import Commit, Stage, WriteManifest
-from keepstep_agent.core.agent.events import Announced, Started
+from keepstep_agent.core.agent.events import Announced, Staged, Started
 from keepstep_agent.core.agent.reducer import advance
 from keepstep_agent.core.agent.state import State
 from keepstep_agent.core.agent.work import Operation, WorkId
@@ -19,20 +20,22 @@ _RANKS = (4, 5, 6)
 _INFO = SaveInfo(save="save", name="checkpoint-1", step=1, kind=Kind.PERIODIC, world_size=12)
 
 
-def _announced(rank: int, *, local_world_size: int = len(_RANKS), at: float = 100.0) -> Announced:
+def _announced(
+    rank: int, *, local_world_size: int = len(_RANKS), at: float = 100.0, files: tuple[str, ...] = ()
+) -> Announced:
     return Announced(
         at=at,
         info=_INFO,
         rank=rank,
         path="/volume/checkpoints/checkpoint-1",
-        files=(),
+        files=files,
         local_world_size=local_world_size,
     )
 
 
-def _announce(play: Play, rank: int) -> None:
+def _announce(play: Play, rank: int, files: tuple[str, ...] = ()) -> None:
     """As the API does: what is known is no news."""
-    event = _announced(rank, at=play.now)
+    event = _announced(rank, at=play.now, files=files)
     check_announcement(play.state, event)
     if known_announcement(play.state, event) is None:
         play.feed(event)
@@ -47,18 +50,19 @@ def _release(play: Play) -> None:
     assert play.phase("save") is Phase.RELEASED
 
 
+@pytest.mark.parametrize("files", [(), ("shared",)], ids=["everything in it", "the same files"])
 @pytest.mark.parametrize("order", list(permutations(_RANKS)))
 def test_in_whatever_order_and_how_often_they_announce_the_directory_is_pinned_once_for_all(
-    order: tuple[int, ...],
+    order: tuple[int, ...], files: tuple[str, ...]
 ) -> None:
     play = Play()
     play.sizes["save", min(_RANKS)] = (10,)
     for rank in order:
         assert not play.in_flight
         play.now += 1
-        _announce(play, rank)
-        _announce(play, rank)
-    _announce(play, order[0])
+        _announce(play, rank, files)
+        _announce(play, rank, files)
+    _announce(play, order[0], files)
     (command,) = play.in_flight.values()
     assert isinstance(command, Stage)
     assert command.work == WorkId(Operation.STAGE, "save", min(_RANKS))
@@ -137,3 +141,60 @@ def test_one_more_rank_than_were_said_to_come_is_refused() -> None:
     with pytest.raises(RequestError) as refused:
         check_announcement(play.state, _announced(7))
     assert refused.value.kind is ErrorKind.CONTRADICTION
+
+
+def test_ranks_of_one_directory_that_list_different_files_of_it_are_refused() -> None:
+    play = Play()
+    _announce(play, 4, ("weights", "optimizer"))
+    for files in ((), ("weights",), ("weights", "optimizer", "more")):
+        with pytest.raises(RequestError, match="list different files") as refused:
+            check_announcement(play.state, _announced(5, files=files))
+        assert refused.value.kind is ErrorKind.CONTRADICTION
+        assert "local_world_size" in refused.value.hint
+    check_announcement(play.state, _announced(5, files=("optimizer", "weights")))
+
+
+def test_a_rank_that_is_known_already_may_ask_again_with_whatever_files() -> None:
+    """As after an agent has announced the checkpoint by its record: who asks again gets the same answer."""
+    play = Play()
+    _announce(play, 4, ("weights",))
+    again = _announced(4)
+    check_announcement(play.state, again)
+    assert known_announcement(play.state, again) is play.state.checkpoints["save"]
+
+
+def test_ranks_that_share_nothing_are_pinned_each_by_itself_whatever_files_they_list() -> None:
+    play = Play()
+    for rank in _RANKS:
+        event = _announced(rank, local_world_size=1, files=(f"rank-{rank}", "config"))
+        check_announcement(play.state, event)
+        play.feed(event)
+    assert [work.rank for work in play.in_flight] == list(_RANKS)
+
+
+def test_ranks_of_one_directory_need_not_agree_about_the_program_s_own_files() -> None:
+    play = Play()
+    for rank, others in ((5, ()), (4, ("train.log",)), (6, ("train.log", "state.json"))):
+        event = replace(_announced(rank, files=("weights",)), others=others)
+        check_announcement(play.state, event)
+        play.feed(event)
+    (command,) = play.in_flight.values()
+    assert isinstance(command, Stage)
+    assert command.announcements[0].others == ("train.log",)
+
+
+def test_a_copy_of_the_program_s_own_file_is_no_sign_that_the_save_s_files_are_rewritten_in_place() -> None:
+    play = Play()
+    for step in range(2):
+        save = f"save-{step}"
+        info = replace(_INFO, save=save, step=step, world_size=1)
+        play.feed(replace(_announced(0, local_world_size=1, files=("weights",)), info=info, others=("train.log",)))
+        command = play.in_flight.pop(WorkId(Operation.STAGE, save, 0))
+        assert isinstance(command, Stage)
+        assert not command.private
+        files = (
+            staged_file("weights", 10, inode=step),
+            replace(staged_file("train.log", 10, inode=100 + step), private=True),
+        )
+        play.feed(Staged(at=play.now, work=command.work, files=files, part_size_bytes=command.part_size_bytes))
+    assert not play.state.rewritten_paths

@@ -20,7 +20,7 @@ from keepstep.checkpoints.records import read_records, write_record
 from keepstep_agent.adapters.records import unannounced
 from keepstep_agent.adapters.volume.pinning import encode_descriptor, read_descriptor
 from keepstep_agent.adapters.volume.shared_volume import open_volume
-from keepstep_agent.core.agent.events import EVENT_TAGS
+from keepstep_agent.core.agent.events import EVENT_TAGS, Announced
 from keepstep_agent.core.errors import ErrorKind, StoreError
 from keepstep_agent.core.mirror.base import decode_base, encode_base
 from keepstep_agent.core.policies.restore_choice import decode_pin, encode_pin
@@ -93,6 +93,10 @@ def test_a_frozen_staged_descriptor_is_read_and_written_again(tmp_path: Path) ->
     with open_volume(tmp_path) as root:
         descriptor, files = read_descriptor(root, "rank-00001")
     assert encode_descriptor(descriptor, files) == (FROZEN / "rank-00001.json").read_bytes()
+    # Its announcement was written before some members of today's were known.
+    announced = decode_event(descriptor.announcements[0].encode())
+    assert isinstance(announced, Announced)
+    assert (announced.files, announced.others, announced.units) == (("files",), (), ())
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "manifest-with-packs.json", "marker.json"])

@@ -61,6 +61,46 @@ def test_ranks_that_share_a_directory_are_staged_when_the_last_has_announced(tmp
         assert (marker.info.world_size, marker.file_count) == (2, 2)
 
 
+def test_ranks_that_share_a_directory_may_list_the_files_of_the_save(tmp_path: Path) -> None:
+    folder, destination = _destination(tmp_path)
+    with AgentProcess(tmp_path / "volume", destination) as agent:
+        sizes = {"rank0.pt": 10, "rank1.pt": 20, "train.log": 5, "scratch": 3}
+        path = write_checkpoint(agent.checkpoints / "checkpoint-5", sizes)
+        fields = {"save": "attempt-1", "world_size": 2, "local_world_size": 2, "others": ["train.log"]}
+        first = agent.announce(path, 5, rank=1, files=["rank0.pt", "rank1.pt"], **fields)
+        assert first.phase == agent_pb2.PHASE_ANNOUNCED
+        with pytest.raises(grpc.RpcError, match="list different files") as refused:
+            agent.announce(path, 5, rank=0, files=["rank0.pt"], **fields)
+        assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+        agent.announce(path, 5, rank=0, files=["rank0.pt", "rank1.pt"], **fields)
+        agent.wait_committed("attempt-1")
+        assert _stored(folder / "checkpoint-5/attempt-1") == ["rank0.pt", "rank1.pt", "train.log"]
+
+
+def _stored(save: Path) -> list[str]:
+    return sorted(path for path in tree(save) if not path.startswith(".keepstep/"))
+
+
+def test_what_the_program_puts_beside_a_save_belongs_to_it_and_may_go_on_growing(tmp_path: Path) -> None:
+    folder, destination = _destination(tmp_path)
+    with AgentProcess(tmp_path / "volume", destination, watch="off") as agent:
+        sizes = {"model.bin": 100_000, "logs/train.log": 50, "scratch": 3}
+        path = write_checkpoint(agent.checkpoints / "checkpoint-7", sizes)
+        train_log = (path / "logs/train.log").read_bytes()
+        (path / "outside.log").symlink_to(tmp_path / "secret")
+        others = ["logs/train.log", "gone.log", "outside.log", "model.bin"]
+        answer = agent.announce(path, 7, files=["model.bin"], others=others)
+        with (path / "logs/train.log").open("ab") as growing:
+            growing.write(b"another line")
+        assert (answer.file_count, answer.size_bytes) == (2, 100_050)
+        agent.wait_committed(answer.save)
+        stored = folder / "checkpoint-7" / answer.save
+        assert _stored(stored) == ["logs/train.log", "model.bin"]
+        assert (stored / "logs/train.log").read_bytes() == train_log
+        (line,) = agent.log("staging.others_left_out")
+        assert (line["count"], line["first"]) == (2, "gone.log")
+
+
 def test_a_checkpoint_is_committed_only_when_every_agent_has_sealed_its_ranks(tmp_path: Path) -> None:
     folder, destination = _destination(tmp_path)
     with AgentProcess(tmp_path / "pod0", destination) as first, AgentProcess(tmp_path / "pod1", destination) as second:

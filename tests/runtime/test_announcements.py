@@ -131,13 +131,35 @@ async def test_another_checkpoint_that_took_the_place_of_the_announced_one_is_no
     assert caught.value.kind is ErrorKind.FILE_CHANGED
 
 
+async def test_what_is_a_file_of_the_save_and_the_program_s_too_counts_as_one_of_the_save(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "checkpoint-1"
+    others = ("train.log", "model", "train.log")
+    request = Announcement(path=str(checkpoint), step=1, save="save", files=("model",), others=others)
+    async with _agent(tmp_path) as agent:
+        for name in ("model", "train.log", "unlisted"):
+            _write(checkpoint, name)
+        event = await agent.announcements.enter(request)
+        assert (event.files, event.others) == (("model",), ("train.log",))
+        # The program goes on.
+        _write(checkpoint, "train.log", b"weights and more")
+        await agent.stage()
+    staged = tmp_path / ".keepstep" / "staged" / "save" / "rank-00000"
+    assert {path.name: path.read_bytes() for path in staged.iterdir()} == {
+        "model": b"weights",
+        "train.log": b"weights and more",
+    }
+
+
+@pytest.mark.parametrize("files", [(), ("rank-0", "rank-1")], ids=["everything in it", "the same files"])
 @pytest.mark.parametrize("clock_is_set_back", [False, True])
 async def test_what_a_rank_writes_after_another_has_announced_their_directory_belongs_to_it(
-    tmp_path: Path, clock_is_set_back: bool
+    tmp_path: Path, clock_is_set_back: bool, files: tuple[str, ...]
 ) -> None:
     checkpoint = tmp_path / "checkpoint-1"
     requests = [
-        Announcement(path=str(checkpoint), step=1, save="save", rank=rank, world_size=2, local_world_size=2)
+        Announcement(
+            path=str(checkpoint), step=1, save="save", rank=rank, world_size=2, local_world_size=2, files=files
+        )
         for rank in range(2)
     ]
     async with _agent(tmp_path) as agent:

@@ -160,7 +160,7 @@ class AgentModel:
             info=planned.info,
             rank=planned.rank,
             path=f"/volume/checkpoints/{planned.info.name}",
-            files=() if planned.shared else tuple(file.path for file in planned.files),
+            files=planned.listed,
             local_world_size=planned.local_world_size,
         )
         try:

@@ -25,13 +25,17 @@ class PlannedFile:
 
 @dataclass(frozen=True, slots=True)
 class PlannedAnnouncement:
-    """One rank's part of a save. `shared`: the ranks of the pod share a directory, the first one's files are all."""
+    """One rank's part of a save. `shared`: the ranks of the pod share a directory, the first one's files are all.
+
+    `listed`: the files that it lists, if any.
+    """
 
     at: float
     agent: int
     rank: int
     info: SaveInfo
     files: tuple[PlannedFile, ...]
+    listed: tuple[str, ...]
     shared: bool
     local_world_size: int
 
@@ -113,15 +117,26 @@ def draw(random: Random) -> Scenario:
             save=f"s{number}", name=f"checkpoint-{number + 1}", step=number + 1, kind=kind, world_size=world_size
         )
         for index, agent in enumerate(agents):
-            declared = len(agent.ranks) if shared else random.choice((1, len(agent.ranks)))
-            for rank in agent.ranks:
-                files = _files(random, rank)
+            written = {rank: _files(random, rank) for rank in agent.ranks}
+            directory = tuple(file.path for files in written.values() for file in files)
+            listed = directory if random.random() < 0.5 else ()
+            for rank, files in written.items():
                 if not files and not shared:
                     # A rank that lists its files and has none would mean: take the directory.
                     files = (PlannedFile(f"r{rank}/only", 1),)
                 delay = random.choice((0.0, 0.2, random.uniform(0.0, 4.0)))
+                own = tuple(file.path for file in files)
                 announcements.append(
-                    PlannedAnnouncement(at + delay, index, rank, info, files, shared and declared > 1, declared)
+                    PlannedAnnouncement(
+                        at=at + delay,
+                        agent=index,
+                        rank=rank,
+                        info=info,
+                        files=files,
+                        listed=listed if shared else own,
+                        shared=shared,
+                        local_world_size=per_agent if shared else 1,
+                    )
                 )
         at += random.expovariate(1 / pace_seconds)
     return Scenario(agents, tuple(announcements), _faults(random, calm, count))

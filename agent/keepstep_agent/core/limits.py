@@ -11,7 +11,7 @@ from typing import Annotated, Final
 
 from msgspec import Meta
 
-from keepstep_api.names import MOST_DONE, MOST_UNITS
+from keepstep_api.names import MOST_DONE, MOST_OTHERS, MOST_UNITS
 
 WORLD_SIZE: Final = 100_000
 """Ranks of a job."""
@@ -85,6 +85,8 @@ Stamp = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 """Nanoseconds, as a filesystem gives them."""
 PathText = Annotated[str, Meta(max_length=PATH_BYTES)]
 FileNames = Annotated[tuple[str, ...], Meta(max_length=FILES_PER_RANK)]
+OtherNames = Annotated[tuple[PathText, ...], Meta(max_length=MOST_OTHERS)]
+"""Files of the program's own, in an announcement or in a client's record."""
 NameText = Annotated[str, Meta(max_length=NAME_CHARACTERS)]
 
 REQUEST_NUMBERS: Final[Mapping[str, int]] = {
@@ -112,6 +114,9 @@ REQUEST_NUMBERS: Final[Mapping[str, int]] = {
 REQUEST_MESSAGES: Final[Mapping[str, int]] = {"ranges": 10_000, "units": MOST_UNITS}
 """How many messages each field of the API's requests may have, by the field's name."""
 
+REQUEST_LISTS: Final[Mapping[str, int]] = {"files": FILES_PER_RANK, "others": MOST_OTHERS}
+"""How many texts each field of the API's requests may have, by the field's name."""
+
 REQUEST_TEXTS: Final[Mapping[str, int]] = {
     "client": TEXT_CHARACTERS,
     "attempt": TEXT_CHARACTERS,
@@ -119,6 +124,7 @@ REQUEST_TEXTS: Final[Mapping[str, int]] = {
     "name": TEXT_CHARACTERS,
     "path": PATH_BYTES,
     "files": PATH_BYTES,
+    "others": PATH_BYTES,
     "reason": TEXT_CHARACTERS,
     "source": TEXT_CHARACTERS,
 }

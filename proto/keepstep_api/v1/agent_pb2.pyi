@@ -132,7 +132,7 @@ class BeginSaveResponse(_message.Message):
     def __init__(self, admitted: bool = ..., reason: _Optional[str] = ..., save: _Optional[str] = ..., budget_bytes: _Optional[int] = ...) -> None: ...
 
 class AnnounceCheckpointRequest(_message.Message):
-    __slots__ = ("path", "step", "name", "kind", "save", "rank", "world_size", "local_world_size", "files", "attempt", "stall_seconds", "units")
+    __slots__ = ("path", "step", "name", "kind", "save", "rank", "world_size", "local_world_size", "files", "attempt", "stall_seconds", "units", "others")
     PATH_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
@@ -145,6 +145,7 @@ class AnnounceCheckpointRequest(_message.Message):
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     STALL_SECONDS_FIELD_NUMBER: _ClassVar[int]
     UNITS_FIELD_NUMBER: _ClassVar[int]
+    OTHERS_FIELD_NUMBER: _ClassVar[int]
     path: str
     step: int
     name: str
@@ -157,7 +158,8 @@ class AnnounceCheckpointRequest(_message.Message):
     attempt: str
     stall_seconds: float
     units: _containers.RepeatedCompositeFieldContainer[Unit]
-    def __init__(self, path: _Optional[str] = ..., step: _Optional[int] = ..., name: _Optional[str] = ..., kind: _Optional[_Union[Kind, str]] = ..., save: _Optional[str] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., local_world_size: _Optional[int] = ..., files: _Optional[_Iterable[str]] = ..., attempt: _Optional[str] = ..., stall_seconds: _Optional[float] = ..., units: _Optional[_Iterable[_Union[Unit, _Mapping]]] = ...) -> None: ...
+    others: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, path: _Optional[str] = ..., step: _Optional[int] = ..., name: _Optional[str] = ..., kind: _Optional[_Union[Kind, str]] = ..., save: _Optional[str] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., local_world_size: _Optional[int] = ..., files: _Optional[_Iterable[str]] = ..., attempt: _Optional[str] = ..., stall_seconds: _Optional[float] = ..., units: _Optional[_Iterable[_Union[Unit, _Mapping]]] = ..., others: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Unit(_message.Message):
     __slots__ = ("name", "done")

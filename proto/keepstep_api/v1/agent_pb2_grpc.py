@@ -104,7 +104,7 @@ class AgentServicer(object):
         """Says that one rank's part of a checkpoint is complete on disk. When it returns, the announcement is durable
         and the files are staged: the caller may delete or rotate its own copy. (With several local ranks that share
         a directory, `phase` stays ANNOUNCED until the last of them has announced.) A file that changes before it is staged
-        fails the save. Idempotent.
+        fails the save, unless it is one of `others`. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

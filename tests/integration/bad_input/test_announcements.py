@@ -87,6 +87,17 @@ BAD_ANNOUNCEMENTS = {
     "a bad save id": (announcing(save="a/b"), "INVALID_ARGUMENT", "BAD_NAME"),
     "a bad name": (announcing(name="../escape"), "INVALID_ARGUMENT", "BAD_NAME"),
     "a bad file": (announcing(files=["../config.json"]), "INVALID_ARGUMENT", "BAD_NAME"),
+    "others without files": (announcing(others=["config.json"]), "INVALID_ARGUMENT", "BAD_REQUEST"),
+    "more others than are copied": (
+        announcing(files=["config.json"], others=["a"] * 1001),
+        "INVALID_ARGUMENT",
+        "BAD_REQUEST",
+    ),
+    "one of the others that leads elsewhere": (
+        announcing(files=["config.json"], others=["../a"]),
+        "INVALID_ARGUMENT",
+        "BAD_NAME",
+    ),
     "a file that is not there": (announcing(files=["nothing.bin"]), "NOT_FOUND", "PATH_MISSING"),
 }
 

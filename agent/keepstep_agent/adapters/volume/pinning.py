@@ -7,6 +7,7 @@ import errno
 import fcntl
 import os
 import stat
+import time
 from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
@@ -27,6 +28,8 @@ _FICLONE: Final = 0x40049409
 _LINK_REFUSALS: Final = frozenset({errno.EPERM, errno.EXDEV, errno.EMLINK, errno.EOPNOTSUPP})
 _COPY_REFUSALS: Final = frozenset({errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP})
 _COPY_STEP_BYTES: Final = 1 << 30
+# Kernels are built with ticks of at most 10 ms.
+_TICK_SECONDS: Final = 0.02
 # A link or a fifo has replaced the file.
 _REPLACED: Final = frozenset({errno.ELOOP, errno.EINVAL})
 
@@ -132,6 +135,13 @@ def _changed(source: str) -> VolumeError:
         f"{source} was replaced or written to while it was being staged",
         hint="announce a checkpoint after its last file is written, and do not write to it again",
     )
+
+
+def let_a_tick_pass(mtime_ns: int) -> None:
+    """Wait until a later write to a file of that mtime gets another one: kernels stamp files by a clock that ticks."""
+    age_seconds = (time.time_ns() - mtime_ns) / 1e9
+    if 0 <= age_seconds < _TICK_SECONDS:
+        time.sleep(_TICK_SECONDS - age_seconds)
 
 
 _TOO_LARGE_HINT: Final = "write fewer and larger files, with shorter paths"

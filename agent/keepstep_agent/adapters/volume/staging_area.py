@@ -12,6 +12,7 @@ checkpoint. Only one thread at a time stages the same save and rank. Invariants:
   removes.
 - Two ranks never stage different bytes under one path of a save.
 - A later write to a pinned file shows in its fingerprint.
+- The program's own files, the others of a request, never fail a stage: one that cannot be copied is left out.
 
 The trainer can write a descriptor, just as it can announce. A descriptor only says which files of its own folder are
 the pins; nothing in it leads anywhere else.
@@ -19,8 +20,8 @@ the pins; nothing in it leads anywhere else.
 
 import os
 import re
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import Final
@@ -32,7 +33,8 @@ from keepstep_agent.adapters.volume.announced_files import resolve_files, resolv
 from keepstep_agent.adapters.volume.content_check import check_sent, content_signature, rewritten_in_place
 from keepstep_agent.adapters.volume.disk import Reserve
 from keepstep_agent.adapters.volume.errors import volume_error
-from keepstep_agent.adapters.volume.pinning import Pinner, encode_descriptor, read_descriptor
+from keepstep_agent.adapters.volume.other_files import OtherFiles
+from keepstep_agent.adapters.volume.pinning import Pinner, encode_descriptor, let_a_tick_pass, read_descriptor
 from keepstep_agent.adapters.volume.shared_volume import (
     PARTIAL_SUFFIX,
     Folder,
@@ -41,6 +43,7 @@ from keepstep_agent.adapters.volume.shared_volume import (
 )
 from keepstep_agent.adapters.volume.syncing import folder_of, sync_all
 from keepstep_agent.core.errors import ErrorKind, KeepstepError, RequestError, VolumeError
+from keepstep_agent.core.limits import FILES_PER_RANK
 from keepstep_agent.core.model import RankManifest, SourceFile, StagedFile
 from keepstep_agent.core.stored.commit import DIFFERENT_FILES_HINT
 from keepstep_agent.core.stored.object_layout import check_token
@@ -50,8 +53,8 @@ from keepstep_api.names import STAGED_DIRECTORY, STATE_DIRECTORY
 _ROOT: Final = f"{STATE_DIRECTORY}/{STAGED_DIRECTORY}"
 _DESCRIPTOR: Final = re.compile(r"(rank-\d{5,10})\.json")
 _COMPARED_BYTES: Final = 1024 * 1024
-# Kernels are built with ticks of at most 10 ms.
-_TICK_SECONDS: Final = 0.02
+_TOO_MUCH: Final = frozenset({ErrorKind.DISK_FULL, ErrorKind.BAD_REQUEST})
+"""Errors of a stage that the copies of the others may have caused: the volume is full, or a limit is exceeded."""
 
 _log: structlog.typing.FilteringBoundLogger = structlog.get_logger()
 
@@ -64,6 +67,7 @@ class LocalStagingArea:
         self._volume = volume
         self._output = OutputDirectories(volume, watched)
         self._pinner = Pinner(volume)
+        self._others = OtherFiles(volume, self._pinner)
         self._reserve = Reserve(volume)
 
     def make_durable(self, path: str, files: Sequence[str]) -> None:
@@ -83,19 +87,41 @@ class LocalStagingArea:
             raise volume_error(error, f"cannot make {path} durable") from error
 
     def stage(self, request: StageRequest) -> tuple[StagedFile, ...]:
+        left_out: dict[str, str] = {}
         if request.sources is not None:
-            return self._stage(request)
+            return self._stage(request, left_out)
         try:
-            files = self._stage(request)
-        except VolumeError as error:
-            # Pins are links, which need only a few blocks, and this may be the run's last save.
-            if error.kind is not ErrorKind.DISK_FULL or not self._reserve.spend():
+            files = self._stage_with_reserve(request, left_out)
+        except KeepstepError as error:
+            if not request.others or error.kind not in _TOO_MUCH:
                 raise
-            files = self._stage(request)
+            left_out = dict.fromkeys(request.others, str(error))
+            files = self._stage_with_reserve(replace(request, others=()), {})
+        if left_out:
+            path, reason = next(iter(left_out.items()))
+            _log.warning(
+                "staging.others_left_out",
+                save=request.save,
+                rank=request.rank,
+                count=len(left_out),
+                first=path,
+                reason=reason,
+                hint="the checkpoint is stored without these files of the program's own",
+            )
         self._refuse_other_bytes(request, files)
         return files
 
-    def _stage(self, request: StageRequest) -> tuple[StagedFile, ...]:
+    def _stage_with_reserve(self, request: StageRequest, left_out: dict[str, str]) -> tuple[StagedFile, ...]:
+        try:
+            return self._stage(request, left_out)
+        except VolumeError as error:
+            # Pins are links, which need only a few blocks, and this may be the run's last save.
+            if request.others or error.kind is not ErrorKind.DISK_FULL or not self._reserve.spend():
+                raise
+        return self._stage(request, left_out)
+
+    def _stage(self, request: StageRequest, left_out: dict[str, str]) -> tuple[StagedFile, ...]:
+        """As `stage`. `left_out` gets each of the others that was not copied, with the reason."""
         save = _save_folder(request.save)
         folder = f"{save}/rank-{request.rank:05d}"
         try:
@@ -108,7 +134,7 @@ class LocalStagingArea:
                 sources = resolve_files(self._volume, request.path, request.files)
                 announced = resolve_path(self._volume, request.path)
                 try:
-                    files = self._pin_all(root, folder, sources, announced, request)
+                    files = self._pin_all(root, folder, sources, announced, request, left_out)
                     if request.signatures and (
                         content_signature(self._volume, request.path, request.files) not in request.signatures
                     ):
@@ -152,7 +178,7 @@ class LocalStagingArea:
             for file, staged in zip(sources, files, strict=True):
                 if not staged.private and staged.fingerprint != file.fingerprint:
                     raise rewritten_in_place(file.path)
-            _let_a_tick_pass(files)
+            let_a_tick_pass(_newest_link_ns(files))
             root.write_durably(f"{folder}.json", encode_descriptor(descriptor, files))
         except BaseException:
             self._undo(root, folder)
@@ -170,25 +196,35 @@ class LocalStagingArea:
             return None
 
     def _pin_all(
-        self, root: Folder, folder: str, sources: Mapping[str, str], announced: str, request: StageRequest
+        self,
+        root: Folder,
+        folder: str,
+        sources: Mapping[str, str],
+        announced: str,
+        request: StageRequest,
+        left_out: dict[str, str],
     ) -> tuple[StagedFile, ...]:
         # Remove what a killed stage left: without a descriptor it is not staged.
         root.remove(folder)
         folders = _make_folders(root, folder, sources)
-        private = list(self._pin_each(root, folder, sources, request))
-        found = sync_all(self._volume, root, [f"{folder}/{path}" for path in sources], folders)
+        private = dict(zip(sources, self._pin_each(root, folder, sources, request), strict=True))
+        copies = list(self._others.copy(root, folder, request, FILES_PER_RANK - len(sources), left_out))
+        if copies:
+            folders = list(dict.fromkeys([*folders, *_make_folders(root, folder, copies)]))
+            private |= dict.fromkeys(copies, True)
+        found = sync_all(self._volume, root, [f"{folder}/{path}" for path in private], folders)
         files = tuple(
             StagedFile(
                 path=path,
                 pin=f"{folder}/{path}",
                 fingerprint=fingerprint(status),
                 private=is_private,
-                announced=source == announced,
+                announced=sources.get(path) == announced,
                 changed_ns=status.st_ctime_ns,
             )
-            for (path, source), is_private, status in zip(sources.items(), private, found, strict=True)
+            for (path, is_private), status in zip(private.items(), found, strict=True)
         )
-        _let_a_tick_pass(files)
+        let_a_tick_pass(_newest_link_ns(files))
         return files
 
     def _pin_each(self, root: Folder, folder: str, sources: Mapping[str, str], request: StageRequest) -> Iterator[bool]:
@@ -330,12 +366,9 @@ def _make_folders(root: Folder, folder: str, sources: Iterable[str]) -> list[str
     return [*needed, folder.rpartition("/")[0], _ROOT, STATE_DIRECTORY, ""]
 
 
-def _let_a_tick_pass(files: Sequence[StagedFile]) -> None:
-    """Wait until a later write to a pinned file gets another mtime: kernels stamp files by a clock that ticks."""
-    newest_ns = max((file.fingerprint.mtime_ns for file in files if not file.private), default=0)
-    age_seconds = (time.time_ns() - newest_ns) / 1e9
-    if 0 <= age_seconds < _TICK_SECONDS:
-        time.sleep(_TICK_SECONDS - age_seconds)
+def _newest_link_ns(files: Iterable[StagedFile]) -> int:
+    """Return the newest mtime of the files that share their inode with the trainer's."""
+    return max((file.fingerprint.mtime_ns for file in files if not file.private), default=0)
 
 
 def _differ(root: Folder, pin: str, other: str) -> bool:

@@ -57,8 +57,14 @@ def check_announcement(state: State, event: Announced) -> None:
         raise RequestError(ErrorKind.BAD_REQUEST, "only the agent takes snapshots", hint="announce another kind")
     check_token(info.name, "checkpoint name")
     check_token(info.save, "save id")
-    for file in event.files:
+    for file in (*event.files, *event.others):
         check_file_path(file)
+    if event.others and not event.files:
+        raise RequestError(
+            ErrorKind.BAD_REQUEST,
+            f"others without files: without them everything in {event.path} is the checkpoint",
+            hint="list the files of the save in `files` too",
+        )
     if not 0 <= event.rank < info.world_size:
         raise RequestError(
             ErrorKind.BAD_REQUEST,
@@ -92,22 +98,8 @@ def check_announcement(state: State, event: Announced) -> None:
             f"save {info.save} is known as {_describe(checkpoint.info)}, not as {_describe(info)}",
             "all ranks of one save must give the same name, step, kind and world size",
         )
+    _check_local_ranks(checkpoint, event)
     contribution = checkpoint.contributions.get(event.rank)
-    other = next((one for one in checkpoint.contributions.values() if not (one.announced.files or event.files)), None)
-    if other is not None:
-        hint = "local_world_size counts the ranks that announce this save to this agent without listing files"
-        local_world_size = other.announced.local_world_size
-        if local_world_size != event.local_world_size:
-            raise _contradiction(
-                f"rank {event.rank} announces save {info.save} as one of {event.local_world_size} ranks here, "
-                f"and rank {other.rank} as one of {local_world_size}",
-                hint,
-            )
-        sharing = sum(not one.announced.files for one in checkpoint.contributions.values())
-        if contribution is None and sharing >= local_world_size > 1:
-            raise _contradiction(
-                f"save {info.save} already has its {local_world_size} local ranks, without rank {event.rank}", hint
-            )
     if contribution is not None and contribution.announced.path != event.path:
         raise _contradiction(
             f"rank {event.rank} of save {info.save} was announced from {contribution.announced.path} before",
@@ -117,6 +109,34 @@ def check_announcement(state: State, event: Announced) -> None:
         raise _contradiction(
             f"save {info.save} is already {checkpoint.phase}, without rank {event.rank}",
             "announce every rank of a save with the same world_size and a local_world_size that counts them",
+        )
+
+
+def _check_local_ranks(checkpoint: Checkpoint, event: Announced) -> None:
+    """Raise RequestError if the ranks that announce a save here disagree about which of them share a directory."""
+    save, local_world_size = event.info.save, event.local_world_size
+    hint = (
+        "local_world_size counts the ranks that announce this save to this agent from the same directory, all with the "
+        "same files; give 1 if each rank lists files of its own"
+    )
+    announced = [contribution.announced for contribution in checkpoint.contributions.values()]
+    if announced[0].local_world_size != local_world_size:
+        raise _contradiction(
+            f"rank {event.rank} announces save {save} as one of {local_world_size} ranks here, "
+            f"and rank {announced[0].rank} as one of {announced[0].local_world_size}",
+            hint,
+        )
+    if local_world_size == 1 or event.rank in checkpoint.contributions:
+        return
+    if len(announced) >= local_world_size:
+        raise _contradiction(
+            f"save {save} already has its {local_world_size} local ranks, without rank {event.rank}", hint
+        )
+    first = next((one for one in announced if one.path == event.path), event)
+    # Equal tuples, as they nearly always are, are compared without a set of 100,000 names.
+    if first.files != event.files and set(first.files) != set(event.files):
+        raise _contradiction(
+            f"ranks {first.rank} and {event.rank} of save {save} list different files of {event.path}", hint
         )
 
 
@@ -173,18 +193,18 @@ def staged(state: State, checkpoint: Checkpoint, event: Staged) -> Iterator[Comm
     upload_queue.enqueue_contribution(checkpoint, lead)
     came_before = state.staged_from(lead.announced.path, before=checkpoint) is not None
     state.link(checkpoint, lead)
-    if came_before and not checkpoint.info.is_snapshot and any(file.private for file in event.files):
+    others = set(lead.announced.others)
+    was_copied = any(file.private and file.path not in others for file in event.files)
+    if came_before and not checkpoint.info.is_snapshot and was_copied:
         # An earlier checkpoint was pinned from this path, and its files were rewritten in place. Other paths of the
         # series were not seen to be. A first copy proves nothing, because some volumes cannot link at all.
         state.rewritten_paths.add(lead.announced.path)
     lead.unstored_count = len(lead.files)
     checkpoint.file_count += len(lead.files)
-    if not lead.announced.files and lead.announced.local_world_size > 1:
+    if lead.shares_directory:
         # The first of the ranks contributes the files of the directory that they share; the others contribute none.
         for contribution in checkpoint.contributions.values():
-            contribution.staged |= (
-                not contribution.announced.files and contribution.announced.path == lead.announced.path
-            )
+            contribution.staged |= contribution.announced.path == lead.announced.path
     if not checkpoint.info.is_snapshot:
         state.recent_sizes_bytes.append(checkpoint.size_bytes)
     checkpoint.move(Trigger.RANK_STAGED)

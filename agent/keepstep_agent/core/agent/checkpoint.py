@@ -87,6 +87,11 @@ class RankContribution:
     def rank(self) -> int:
         return self.announced.rank
 
+    @property
+    def shares_directory(self) -> bool:
+        """Whether several ranks announce its directory, so that the first one contributes the files for all."""
+        return self.announced.local_world_size > 1
+
     def entries(self) -> Iterator[FileEntry]:
         """Yield the entries of the manifest: of the files that were sent, and of those that a snapshot keeps."""
         snapshot = self.announced.snapshot

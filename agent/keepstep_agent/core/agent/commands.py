@@ -21,8 +21,8 @@ class _OfWork:
 class Stage(_OfWork):
     """Pin the files of the first announcement's rank. Ends in Staged.
 
-    The other announcements are those of the ranks that share its directory; they have no files of their own. `private`
-    and `rewritten_inodes` are as in ports.StageRequest.
+    The other announcements are those of the ranks that share its directory; they have the same files. `private` and
+    `rewritten_inodes` are as in ports.StageRequest.
     """
 
     announcements: tuple[Announced, ...]

@@ -9,7 +9,7 @@ from typing import Final
 
 from keepstep_agent.core.agent.work import WorkId
 from keepstep_agent.core.errors import ErrorKind
-from keepstep_agent.core.limits import FileNames, LocalRank, LocalRanks, Rank
+from keepstep_agent.core.limits import FileNames, LocalRank, LocalRanks, OtherNames, Rank
 from keepstep_agent.core.model import CommitNews, Receiver, SaveInfo, SnapshotContent, StagedFile
 from keepstep_agent.core.policies.progress import StepSign
 
@@ -39,13 +39,15 @@ class WorkEnded(_Happened):
 class Announced(_Happened):
     """A rank's part of a checkpoint is complete on disk.
 
-    `files` empty: everything below `path`. `local_world_size` > 1: other ranks share the directory, and the agent
-    waits for all of them. `signature` is that of the files when the rank announced them: the agent stages only content
-    that a rank of the directory has announced. `save_made_here`: the agent made the save id, and tells repeated
-    announcements by their content. `recorded_at`: when the client recorded the checkpoint, if the agent found that
-    record and no client announced it here. `snapshot`: what a snapshot consists of; only the agent makes these.
-    `begun_at`: when its trainer was admitted to write it, in unix seconds; None if it did not ask. `stall_seconds`: how
-    long training stood still for it; 0: not known. `units`: what the program counts, done until then.
+    `files` empty: everything below `path`. `others`: files of the program's own that it may write to again; only with
+    `files`, and none of these. `local_world_size` > 1: other ranks share the directory and list the same `files`, and
+    the agent waits for all of them; of the `others`, those of the lowest rank count. `signature` is that of the files
+    when the rank announced them: the agent stages only content that a rank of the directory has announced.
+    `save_made_here`: the agent made the save id, and tells repeated announcements by their content. `recorded_at`: when
+    the client recorded the checkpoint, if the agent found that record and no client announced it here. `snapshot`: what
+    a snapshot consists of; only the agent makes these. `begun_at`: when its trainer was admitted to write it, in unix
+    seconds; None if it did not ask. `stall_seconds`: how long training stood still for it; 0: not known. `units`: what
+    the program counts, done until then.
     """
 
     info: SaveInfo
@@ -60,6 +62,7 @@ class Announced(_Happened):
     begun_at: float | None = None
     stall_seconds: float = 0.0
     units: tuple[tuple[str, float], ...] = ()
+    others: OtherNames = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -198,12 +198,11 @@ def _ready_to_stage(checkpoint: Checkpoint) -> Iterator[RankContribution]:
     for contribution in checkpoint.contributions.values():
         if contribution.staged:
             continue
-        if contribution.announced.files or contribution.announced.local_world_size <= 1:
+        if not contribution.shares_directory:
             yield contribution
             continue
-        together = [other for other in checkpoint.contributions.values() if not other.announced.files]
         if (
-            len(together) >= contribution.announced.local_world_size
+            len(checkpoint.contributions) >= contribution.announced.local_world_size
             and contribution is _staged_with(checkpoint, contribution)[0]
         ):
             yield contribution
@@ -211,13 +210,9 @@ def _ready_to_stage(checkpoint: Checkpoint) -> Iterator[RankContribution]:
 
 def _staged_with(checkpoint: Checkpoint, contribution: RankContribution) -> list[RankContribution]:
     """Return the contributions that are pinned together, as one piece of work of the first: a shared directory's."""
-    if contribution.announced.files or contribution.announced.local_world_size <= 1:
+    if not contribution.shares_directory:
         return [contribution]
-    sharing = (
-        one
-        for one in checkpoint.contributions.values()
-        if not one.announced.files and one.announced.path == contribution.announced.path
-    )
+    sharing = (one for one in checkpoint.contributions.values() if one.announced.path == contribution.announced.path)
     return sorted(sharing, key=lambda one: one.rank)
 
 

@@ -17,7 +17,7 @@ from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 
 from keepstep_agent.core.errors import ErrorKind, KeepstepError, RequestError
-from keepstep_agent.core.limits import FILES_PER_RANK, REQUEST_MESSAGES, REQUEST_NUMBERS, REQUEST_TEXTS
+from keepstep_agent.core.limits import REQUEST_LISTS, REQUEST_MESSAGES, REQUEST_NUMBERS, REQUEST_TEXTS
 from keepstep_api.names import ERROR_DOMAIN
 from keepstep_api.v1 import agent_pb2
 
@@ -37,8 +37,8 @@ def check_request(request: Message) -> None:
                 check_request(one)
         elif field.cpp_type == FieldDescriptor.CPPTYPE_STRING:
             texts = [value] if isinstance(value, str) else value
-            if len(texts) > FILES_PER_RANK:
-                raise _refused(field, f"has {len(texts)} values", FILES_PER_RANK)
+            if len(texts) > REQUEST_LISTS.get(field.name, 1):
+                raise _refused(field, f"has {len(texts)} values", REQUEST_LISTS.get(field.name, 1))
             longest = max(len(text.encode()) for text in texts)
             if longest > REQUEST_TEXTS.get(field.name, 0):
                 raise _refused(field, f"has {longest} bytes", REQUEST_TEXTS.get(field.name, 0))

@@ -141,6 +141,7 @@ class AgentService(agent_pb2_grpc.AgentServicer):
                 world_size=max(1, request.world_size),
                 local_world_size=max(1, request.local_world_size),
                 files=tuple(request.files),
+                others=tuple(request.others),
                 stall_seconds=request.stall_seconds,
                 units=tuple((check_token(one.name, "unit"), one.done) for one in request.units),
             )

@@ -27,6 +27,7 @@ class Announcement:
         name: By default the last part of `path`.
         save: By default the agent makes one, which begins with `attempt` if there is one.
         files: Paths below `path`. By default everything below it.
+        others: Paths below `path` of the program's own files, which it may write to again; only with `files`.
         signature: That of the content which the caller has seen and means. By default that of the files as they are.
         recorded_at: When the client recorded the checkpoint, if it is announced by that record. Unix seconds.
         stall_seconds: How long training stood still for it; 0: not known.
@@ -43,6 +44,7 @@ class Announcement:
     world_size: int = 1
     local_world_size: int = 1
     files: tuple[str, ...] = ()
+    others: tuple[str, ...] = ()
     signature: str = ""
     recorded_at: float | None = None
     stall_seconds: float = 0.0
@@ -78,6 +80,7 @@ class Announcements:
         """Announce; return once the announcement is durable, before its files are staged. Raises why it is refused."""
         check_path(announcement.path)
         path = announcement.path.rstrip("/") or "/"
+        files = set(announcement.files)
         signature = announcement.signature or await self._signature(announcement, path)
         event = Announced(
             at=self._clock.now(),
@@ -91,6 +94,7 @@ class Announcements:
             rank=announcement.rank,
             path=path,
             files=announcement.files,
+            others=tuple(file for file in dict.fromkeys(announcement.others) if file not in files),
             local_world_size=announcement.local_world_size,
             signature=signature,
             save_made_here=not announcement.save,
@@ -141,9 +145,7 @@ def _settled(state: State, event: Announced) -> bool:
     if contribution is None:
         # The save failed, and another rank announced it again: what this call waits for will not come.
         return True
-    return contribution.staged or (
-        not contribution.announced.files and len(checkpoint.contributions) < contribution.announced.local_world_size
-    )
+    return contribution.staged or not checkpoint.all_announced
 
 
 def _outcome(state: State, event: Announced) -> Checkpoint:

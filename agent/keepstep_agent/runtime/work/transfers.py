@@ -29,6 +29,7 @@ async def stage(staging: StagingArea, clock: Clock, executor: Executor, command:
         rank=command.work.rank,
         path=announced.path,
         files=announced.files,
+        others=announced.others,
         private=command.private,
         rewritten_inodes=command.rewritten_inodes,
         # If several ranks write into one directory, the last to announce has seen what all of them wrote.
