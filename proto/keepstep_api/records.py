@@ -41,7 +41,8 @@ class Record:
     `committed`: it came from the destination. `announced`: an agent has it. With neither, an agent that was unreachable
     takes it up by this record. `directory`: where a framework wrote it, relative to the volume; None when it lies in
     the checkpoint directory and Keepstep may delete it. `ranks`: the ranks of this pod, whose parts it holds; empty
-    in the record of a restored checkpoint.
+    in the record of a restored checkpoint. `others`: files of the program's own beside `files`, relative to the
+    checkpoint, that belong to it as they are when an agent takes it; the program may write to them again.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Record:
     announced: bool = False
     directory: str | None = None
     ranks: tuple[int, ...] = ()
+    others: tuple[str, ...] = ()
 
     @property
     def order(self) -> tuple[int, float]:
@@ -80,5 +82,7 @@ class Record:
             value["directory"] = self.directory
         if self.ranks:
             value["ranks"] = list(self.ranks)
+        if self.others:
+            value["others"] = list(self.others)
         # In ASCII, which can escape a file name that is not UTF-8.
         return json.dumps(value).encode() + b"\n"

@@ -12,6 +12,7 @@ from structlog.testing import capture_logs
 from keepstep.checkpoints.records import Kind, Record, RecordedFile, write_record
 from keepstep_agent.adapters import records as records
 from keepstep_agent.adapters.records import RecordedPaths, unannounced
+from keepstep_agent.adapters.volume.content_check import content_signature
 from keepstep_agent.core.limits import (
     CLIENT_RECORD_BYTES,
     CLIENT_RECORDS,
@@ -20,7 +21,7 @@ from keepstep_agent.core.limits import (
     STEP,
     WORLD_SIZE,
 )
-from keepstep_api.names import CHECKPOINT_DIRECTORY, RECORDS_DIRECTORY, STATE_DIRECTORY
+from keepstep_api.names import CHECKPOINT_DIRECTORY, MOST_OTHERS, RECORDS_DIRECTORY, STATE_DIRECTORY
 
 
 def keep(
@@ -33,6 +34,7 @@ def keep(
     committed: bool = False,
     directory: str | None = None,
     ranks: tuple[int, ...] = (),
+    others: tuple[str, ...] = (),
 ) -> None:
     """A checkpoint with its record, whole if `size_bytes` is 3. `saved_at` is by another clock than the volume's."""
     folder = volume / (directory or CHECKPOINT_DIRECTORY) / f"checkpoint-{step}"
@@ -50,6 +52,7 @@ def keep(
         committed=committed,
         directory=directory,
         ranks=ranks,
+        others=others,
     )
     write_record(volume / STATE_DIRECTORY / RECORDS_DIRECTORY, record)
 
@@ -114,9 +117,23 @@ def test_a_checkpoint_that_is_one_file_is_whole_when_that_file_is(tmp_path: Path
         directory=".",
     )
     write_record(tmp_path / STATE_DIRECTORY / RECORDS_DIRECTORY, record)
-    assert steps(tmp_path) == [7]
+    (found,) = unannounced(tmp_path, tmp_path / CHECKPOINT_DIRECTORY, known=())
+    assert (found.step, found.files) == (7, ())
+    assert found.signature == content_signature(tmp_path, str(checkpoint))
     checkpoint.write_bytes(bytes(2))
     assert steps(tmp_path) == []
+
+
+def test_a_folder_that_the_program_uses_too_is_whole_when_the_recorded_files_are(tmp_path: Path) -> None:
+    keep(tmp_path, 100, saved_at=1.0, others=("train.log", "gone.log"))
+    folder = tmp_path / CHECKPOINT_DIRECTORY / "checkpoint-100"
+    signature = content_signature(tmp_path, str(folder), ("state",))
+    # Written after the record.
+    (folder / "train.log").write_bytes(b"a line\n")
+    (folder / "deeper").mkdir()
+    (found,) = unannounced(tmp_path, tmp_path / CHECKPOINT_DIRECTORY, known=())
+    assert (found.files, found.others) == (("state",), ("train.log", "gone.log"))
+    assert found.signature == signature
 
 
 @pytest.mark.parametrize("hours", [-5, 5])
@@ -197,6 +214,9 @@ def change_record(volume: Path, step: int, change: dict[str, Any]) -> None:
         {"files": [{"path": "a" * 5000, "size": 3}]},
         {"files": [{"path": "state", "size": 3}] * (FILES_PER_RANK + 1)},
         {"committed": "yes"},
+        {"others": "train.log"},
+        {"others": ["a" * 5000]},
+        {"others": ["train.log"] * (MOST_OTHERS + 1)},
     ],
     ids=lambda change: "-".join(change),
 )

@@ -16,6 +16,7 @@ def record(
     committed: bool = False,
     announced: bool = False,
     ranks: tuple[int, ...] = (),
+    others: tuple[str, ...] = (),
 ) -> Record:
     return Record(
         name=f"checkpoint-{step}",
@@ -28,10 +29,13 @@ def record(
         committed=committed,
         announced=announced,
         ranks=ranks,
+        others=others,
     )
 
 
-@pytest.mark.parametrize("fields", [{}, {"committed": True}, {"announced": True}, {"ranks": (2, 3)}])
+@pytest.mark.parametrize(
+    "fields", [{}, {"committed": True}, {"announced": True}, {"ranks": (2, 3)}, {"others": ("ä.log",)}]
+)
 def test_a_record_reads_back_as_it_was_written(tmp_path: Path, fields: dict[str, Any]) -> None:
     write_record(tmp_path / "records", record(5, **fields))
     assert read_records(tmp_path / "records") == [record(5, **fields)]

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tests.client.ranks.job import job
-from tests.harness.agent_process import AgentProcess, wait_until, write_checkpoint
+from tests.harness.agent_process import AgentProcess, tree, wait_until, write_checkpoint
 from tests.harness.bounds import HANG_SECONDS
 from tests.harness.run_process import RunProcess
 from tests.servers.fault_proxy import FaultProxy
@@ -98,6 +98,31 @@ def test_an_agent_that_does_not_watch_takes_up_what_was_saved_without_it_too(tmp
             training.step(100)
         agent.start()
         wait_until(lambda: committed(agent) == ["checkpoint-100"], HANG_SECONDS, "it is committed")
+
+
+def test_of_a_folder_that_the_program_uses_too_the_record_says_what_is_taken_up(tmp_path: Path) -> None:
+    volume, store = tmp_path / "volume", tmp_path / "store"
+    with AgentProcess(volume, f"file://{store}", watch="off") as agent:
+        agent.kill()
+        path = write_checkpoint(agent.checkpoints / "checkpoint-1", {"model.bin": 5000, "args.json": 10, "scratch": 7})
+        record = Record(
+            name=path.name,
+            step=1,
+            save="a-1",
+            kind=Kind.PERIODIC,
+            world_size=1,
+            saved_at=time.time(),
+            files=(RecordedFile(path="model.bin", size_bytes=5000),),
+            others=("args.json", "train.log"),
+        )
+        write_record(volume / names.STATE_DIRECTORY / names.RECORDS_DIRECTORY, record)
+        (path / "train.log").write_bytes(b"a line\n")
+        agent.start()
+        wait_until(lambda: committed(agent) == ["checkpoint-1"], HANG_SECONDS, "it is committed")
+    stored = store / "checkpoint-1" / "a-1"
+    files = sorted(name for name in tree(stored) if not name.startswith(".keepstep/"))
+    assert files == ["args.json", "model.bin", "train.log"]
+    assert (stored / "train.log").read_bytes() == b"a line\n"
 
 
 def test_a_program_killed_before_it_could_announce_has_its_checkpoint_committed(tmp_path: Path) -> None:

@@ -32,11 +32,13 @@ class _Announced:
         self.steps: list[int] = []
         self.signatures: list[str] = []
         self.recorded_at: list[float | None] = []
+        self.files: list[tuple[int, tuple[str, ...], tuple[str, ...]]] = []
 
     async def enter(self, announcement: Announcement) -> None:
         self.steps.append(announcement.step)
         self.signatures.append(announcement.signature)
         self.recorded_at.append(announcement.recorded_at)
+        self.files.append((announcement.rank, announcement.files, announcement.others))
 
 
 class _Engine:
@@ -134,7 +136,7 @@ async def test_what_is_announced_is_what_the_record_is_about_whatever_has_its_na
     """The store takes its time to say what it has, and the next attempt saves that step again meanwhile."""
     keep(tmp_path, 100, saved_at=100.0)
     checkpoint = tmp_path / CHECKPOINT_DIRECTORY / "checkpoint-100"
-    recorded = content_signature(tmp_path, str(checkpoint))
+    recorded = content_signature(tmp_path, str(checkpoint), ("state",))
 
     class _Slow(FakeStore):
         def get(self, *arguments: Any, **named: Any) -> Any:
@@ -145,7 +147,15 @@ async def test_what_is_announced_is_what_the_record_is_about_whatever_has_its_na
 
     announced = await _announced(tmp_path, _Slow())
     assert announced.steps == [100]
-    assert announced.signatures == [recorded] != [content_signature(tmp_path, str(checkpoint))]
+    assert announced.signatures == [recorded] != [content_signature(tmp_path, str(checkpoint), ("state",))]
+
+
+async def test_every_rank_of_the_record_announces_its_files_and_what_the_program_put_beside_them(
+    tmp_path: Path,
+) -> None:
+    keep(tmp_path, 100, saved_at=100.0, ranks=(0, 1), others=("train.log",))
+    announced = await _announced(tmp_path, FakeStore())
+    assert announced.files == [(rank, ("state",), ("train.log",)) for rank in (0, 1)]
 
 
 async def test_a_store_that_is_still_being_opened_is_waited_for(

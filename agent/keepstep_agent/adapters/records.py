@@ -28,6 +28,7 @@ from keepstep_agent.core.limits import (
     Count,
     Moment,
     NameText,
+    OtherNames,
     PathText,
     Rank,
     Step,
@@ -102,6 +103,7 @@ class _File(msgspec.Struct, frozen=True):
 
 class _Files(msgspec.Struct, frozen=True):
     files: Annotated[tuple[_File, ...], Meta(min_length=1, max_length=FILES_PER_RANK)]
+    others: OtherNames = ()
 
 
 _Decoded = TypeVar("_Decoded")
@@ -115,6 +117,8 @@ class RecordedCheckpoint:
         handed_over: The checkpoint came from the destination, or an agent had it.
         recorded_ns: The record's mtime, by the clock that also stamps the checkpoint's files.
         ranks: The ranks whose share of the checkpoint is here; empty if the record does not say.
+        files: The files of the save, relative to `path`; empty if the checkpoint is a single file.
+        others: What the program has put beside them for the checkpoint.
         signature: Of the content that was compared with the record.
     """
 
@@ -127,6 +131,8 @@ class RecordedCheckpoint:
     recorded_ns: int
     handed_over: bool
     ranks: tuple[int, ...]
+    files: tuple[str, ...] = ()
+    others: tuple[str, ...] = ()
     signature: str = ""
 
 
@@ -261,27 +267,33 @@ def _whole(root: Folder, folder: Folder, volume: Path, found: Sequence[RecordedC
     left = FILES_PER_RANK
     for recorded in reversed(found):
         name = f"{recorded.path.name}{SUFFIX}"
-        # The signature comes before the comparison: another checkpoint of that name may take its place at any time.
-        signed = _signed(volume, recorded)
         try:
-            files = _decode(folder, name, _Files).files
+            listed = _decode(folder, name, _Files)
         except FileNotFoundError:
             continue
         except _UNREADABLE as error:
             _say_unreadable(name, error)
             continue
-        left -= len(files)
+        left -= len(listed.files)
         if left < 0:
             log.warning("unannounced.too_many_files", record=name, hint="it is not uploaded, newer ones are")
             break
-        if _is_whole(root, volume, signed, files):
+        # The signature comes before the comparison: another checkpoint of that name may take its place at any time.
+        signed = _signed(volume, _with_files(recorded, listed))
+        if _is_whole(root, volume, signed, listed.files):
             whole.append(signed)
     return whole[::-1]
 
 
+def _with_files(recorded: RecordedCheckpoint, listed: _Files) -> RecordedCheckpoint:
+    if not listed.files[0].path:
+        return recorded  # a single file, which has no others
+    return replace(recorded, files=tuple(file.path for file in listed.files), others=listed.others)
+
+
 def _signed(volume: Path, recorded: RecordedCheckpoint) -> RecordedCheckpoint:
     try:
-        return replace(recorded, signature=content_signature(volume, str(recorded.path)))
+        return replace(recorded, signature=content_signature(volume, str(recorded.path), recorded.files))
     except KeepstepError:
         return recorded  # the comparison reports what is wrong
 

@@ -98,6 +98,7 @@ def _decode(path: Path) -> Record:
         announced=bool(value.get("announced", False)),
         directory=None if directory is None else str(directory),
         ranks=tuple(int(rank) for rank in value.get("ranks", ())),
+        others=tuple(str(path) for path in value.get("others", ())),
     )
     # The name becomes a path that rotation may delete.
     if f"{record.name}{SUFFIX}" != path.name:

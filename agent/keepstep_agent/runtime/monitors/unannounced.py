@@ -117,6 +117,8 @@ class UnannouncedRecovery:
                 rank=rank,
                 world_size=recorded.world_size,
                 local_world_size=len(ranks),
+                files=recorded.files,
+                others=recorded.others,
                 signature=recorded.signature,
                 recorded_at=recorded.saved_at,
             )
