@@ -84,11 +84,15 @@ class Channel:
         stall_seconds: float,
         units: Mapping[str, float],
         urgent: bool,
+        files: Sequence[str] = (),
+        others: Sequence[str] = (),
     ) -> None:
         """Announce a checkpoint.
 
-        `ranks`: this rank among those that write it. `stall_seconds`: how long training stood still for it; 0: not
-        known. `units`: what the program counts, done until then. `urgent`: call even during the back-off.
+        `ranks`: this rank among those that write it. `files`: those of the save, relative to `path`, the same on all
+        ranks of the pod; empty: everything in it. `others`: files of the program's own in it, which it may write to
+        again; only with `files`, and at most `names.MOST_OTHERS`. `stall_seconds`: how long training stood still for
+        it; 0: not known. `units`: what the program counts, done until then. `urgent`: call even during the back-off.
         """
         request = agent_pb2.AnnounceCheckpointRequest(
             path=str(path),
@@ -101,6 +105,8 @@ class Channel:
             local_world_size=ranks.local_world_size,
             stall_seconds=stall_seconds,
             units=[agent_pb2.Unit(name=name, done=done) for name, done in units.items()],
+            files=files,
+            others=others,
         )
         self._call("AnnounceCheckpoint", request, deadline_seconds=ANNOUNCE_SECONDS, urgent=urgent)
 

@@ -6,7 +6,7 @@ not know where checkpoints lie. Without a socket there is no agent, and gRPC is 
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeVar
 
@@ -98,11 +98,15 @@ class Agent:
         stall_seconds: float,
         units: Mapping[str, float],
         urgent: bool,
+        files: Sequence[str] = (),
+        others: Sequence[str] = (),
     ) -> bool:
         """Announce a checkpoint; return whether the agent has taken it over.
 
-        `stall_seconds`: how long training stood still for it; 0: not known. `units`: what the program counts, done
-        until then. `urgent`: also call an agent that has just timed out.
+        `files`: those of the save, relative to `path`, the same on all ranks of the pod; empty: everything in it.
+        `others`: files of the program's own in it, which it may write to again; only with `files`, and at most
+        `names.MOST_OTHERS`. `stall_seconds`: how long training stood still for it; 0: not known. `units`: what the
+        program counts, done until then. `urgent`: also call an agent that has just timed out.
         """
 
         def announce(channel: "Channel") -> bool:
@@ -115,6 +119,8 @@ class Agent:
                 stall_seconds=stall_seconds,
                 units=units,
                 urgent=urgent,
+                files=files,
+                others=others,
             )
             return True
 

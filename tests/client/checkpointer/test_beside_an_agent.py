@@ -2,12 +2,16 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
 from tests.client.agent_server import AgentServer, serving
 from tests.client.checkpointer.saved_steps import Make, local, save, warnings
 
+from keepstep.agent_client.client import Agent
+from keepstep.checkpoints.records import Kind
+from keepstep.ranks.rank_store import Ranks
 from keepstep_api import names
 from keepstep_api.v1 import agent_pb2
 
@@ -29,6 +33,25 @@ def test_the_agent_learns_of_the_process_and_of_every_checkpoint(
     assert (announce.step, announce.name, announce.world_size) == (100, "checkpoint-100", 1)
     assert announce.kind == agent_pb2.KIND_PERIODIC
     assert announce.save == begin.save != ""
+
+
+def test_the_agent_is_told_which_files_are_the_save_s_and_which_the_program_s(agent: AgentServer, volume: Path) -> None:
+    ranks = Ranks(rank=0, world_size=1, pod=(0,))
+    client = Agent(volume / names.STATE_DIRECTORY / names.SOCKET, ranks=ranks, holds_liveness_lock=True)
+    announced: dict[str, Any] = {
+        "path": volume / "out",
+        "step": 1,
+        "kind": Kind.PERIODIC,
+        "save": "a-1",
+        "ranks": ranks,
+        "stall_seconds": 0.0,
+        "units": {},
+        "urgent": False,
+    }
+    assert client.announce(**announced, files=["model.bin"], others=["train.log"])
+    assert client.announce(**announced)
+    files = [(list(one.files), list(one.others)) for one in agent.requests("AnnounceCheckpoint")]
+    assert files == [(["model.bin"], ["train.log"]), ([], [])]
 
 
 @pytest.mark.parametrize(("api_version", "older"), [(0, "agent"), (names.API_VERSION + 1, "client")])
