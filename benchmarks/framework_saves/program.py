@@ -63,11 +63,11 @@ class Clock:
         return timed
 
     def stepped(self) -> None:
-        from keepstep.asynchronous_saves import path_guard
+        from keepstep.framework_run import FrameworkRun
 
         self.steps.append(time.perf_counter())
-        # What is not in place yet is held up.
-        self.in_flight.append(bool(path_guard._waits))
+        run = FrameworkRun._current
+        self.in_flight.append(run is not None and bool(run._behind))
 
 
 def hugging_face(options: argparse.Namespace, clock: Clock) -> None:
@@ -117,13 +117,14 @@ def _trainer_arguments(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _train_trainer(trainer: Any, options: argparse.Namespace, clock: Clock) -> None:
-    import transformers
+    training_step = trainer.training_step
 
-    class Stepped(transformers.TrainerCallback):  # type: ignore[misc]  # may not be installed where mypy is
-        def on_step_end(self, *_: Any, **__: Any) -> None:
-            clock.stepped()
+    def stepped(*arguments: Any, **keywords: Any) -> Any:
+        # Not by a callback, which might look at checkpoints: training would wait for them.
+        clock.stepped()
+        return training_step(*arguments, **keywords)
 
-    trainer.add_callback(Stepped())
+    trainer.training_step = stepped
     _protect(trainer, options)
     trainer._save_checkpoint = clock.timed(trainer._save_checkpoint)
     trainer.train()
@@ -131,7 +132,7 @@ def _train_trainer(trainer: Any, options: argparse.Namespace, clock: Clock) -> N
 
 def lightning(options: argparse.Namespace, clock: Clock) -> None:
     import lightning.pytorch as lightning
-    from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+    from lightning.pytorch.callbacks import ModelCheckpoint
 
     class Module(lightning.LightningModule):  # type: ignore[misc]  # may not be installed where mypy is
         def __init__(self) -> None:
@@ -144,8 +145,7 @@ def lightning(options: argparse.Namespace, clock: Clock) -> None:
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.AdamW(self.parameters())
 
-    class Stepped(Callback):  # type: ignore[misc]
-        def on_train_batch_end(self, *_: Any, **__: Any) -> None:
+        def on_train_batch_end(self, *_: Any) -> None:
             clock.stepped()
 
     checkpoint = ModelCheckpoint(options.directory / "out", every_n_train_steps=options.save_every or options.steps + 1)
@@ -154,7 +154,7 @@ def lightning(options: argparse.Namespace, clock: Clock) -> None:
         devices=RANKS,
         strategy="ddp" if RANKS > 1 else "auto",
         max_steps=options.steps,
-        callbacks=[Stepped(), checkpoint],
+        callbacks=[checkpoint],
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -225,7 +225,8 @@ def _protect(trainer: Any, options: argparse.Namespace) -> None:
     if options.keepstep:
         import keepstep
 
-        keepstep.protect(trainer)
+        # By default Accelerate and DeepSpeed wait.
+        keepstep.protect(trainer, asynchronous=True)
 
 
 def main() -> None:

@@ -41,6 +41,11 @@ long as the median of those beside saves. Runs are not compared with each other 
 training differ by a fifth on such a machine. The memory for the copy is made in the second step, which is "once".
 "Peak": how much more memory the process had at its peak than alone.
 
+All were asked for asynchronous saves. By default Hugging Face's Trainer, TRL and Lightning are asynchronous if no code
+of the program may look at a checkpoint before it is in its place. Accelerate and DeepSpeed are not: the line after
+`save_state` or `save_checkpoint` is the program's, and may load, rename or add to what was saved. See
+[the table](../docs/trainers.md#saving-while-training-goes-on).
+
 | framework | ranks | first save, alone | Keepstep | | later, alone | Keepstep | | in flight | training | once | peak |
 |---|---|---|---|---|---|---|---|---|---|---|---|
 """

@@ -1,27 +1,24 @@
-"""One save of a Checkpointer, from its empty directory to the announced checkpoint.
+"""One save of a Checkpointer, from its empty directory to the announced checkpoint, and the rotation after it.
 
-Owns the order: written by all ranks, made durable, renamed, recorded, announced, rotated. All ranks agree that each of
-them has written, and then that each has published; if one has not, none continues. A save may be completed in another
-thread than it was begun in. Also owns what counts as a failure of the volume, which costs a checkpoint and never the
-training.
+A save may be completed in another thread than it was begun in. Owns what counts as a failure of the volume, which costs
+a checkpoint and never the training.
 """
 
 import errno
 import logging
 import os
 import re
-import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
 from typing import Final
 
-from keepstep.asynchronous_saves import path_guard
 from keepstep.asynchronous_saves.background_writer import BackgroundSave
 from keepstep.autoload.post_import import reason
-from keepstep.checkpoints.records import Kind, Record, RecordedFile
+from keepstep.checkpoints.records import Kind, Record
 from keepstep.errors import ErrorKind, UsageError, VolumeError
+from keepstep.publishing import Publication
 from keepstep.ranks.coordinator import WRITE_SECONDS
 from keepstep.session import PendingSave, Session
 from keepstep_api import names
@@ -32,8 +29,6 @@ _KEEP_UNANNOUNCED: Final = 2
 _VOLUME_ERRNOS: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
 _PROBE_BYTES: Final = 64 * 1024
 _UNIT: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-_NEXT: Final = {"written": "published", "published": None}
-"""Agreement -> the one that follows it."""
 
 
 class CheckpointWriter:
@@ -49,15 +44,20 @@ class CheckpointWriter:
         self._context = session.context()
         self._pending = pending
         self._keep_local = keep_local
-        self._name = f"checkpoint-{pending.step}"
-        self._unsaid: str | None = "written"
-        self.failure = self._make_directory()
-        self.directory: Path = self._context.local.being_saved(self._name)
-
-    @property
-    def path(self) -> Path:
-        """Where the checkpoint is when it is complete."""
-        return self._context.local.path(self._name)
+        self._path = self._context.local.path(f"checkpoint-{pending.step}")
+        self._publication = Publication(session, pending, self._path, by_framework=False)
+        self._written = False
+        """Whether the other ranks know that this one writes no more."""
+        self.failure: VolumeError | None = None
+        if not self._publication.begin():
+            self._written = True
+            session.abort(pending)
+            self.failure = VolumeError(
+                ErrorKind.VOLUME_UNUSABLE,
+                f"cannot save {self._path.name}: {self._publication.failure or 'another rank cannot'}",
+                hint="check whether the volume is full",
+            )
+        self.directory: Path = self._publication.written
 
     @property
     def step(self) -> int:
@@ -73,49 +73,48 @@ class CheckpointWriter:
         """Say that this rank's part is written.
 
         Args:
-            kind: Asked for the kind of save once all ranks have written: a termination notice may have come meanwhile.
+            kind: Asked for the kind of save once the checkpoint exists: a termination notice may have come meanwhile.
 
         Returns:
             Whether the checkpoint exists, which it does when all ranks have written their parts.
         """
         if self.failure is not None:
-            self._context.coordinator.arrive(self._pending.key("ended"))
+            self._arrive_at_end()
             return False
         # Another pod may still be making its part durable when ours already has its name.
-        with self._session.claimed(self._context.local.path(self._name)):
-            return self._complete(kind)
+        with self._session.claimed(self._path):
+            self._written = True
+            if not self._publication.place():
+                self._arrive_at_end()
+                return False
+            announced = self._publication.announce(self._pending.kind if kind is None else kind())
+            if self._publication.record is not None:
+                self._rotate(self._publication.record, announced=announced)
+            return True
 
     def goes_on(self) -> None:
         """Note that training waits for this save no longer, although it is not complete."""
         self._session.goes_on(self._pending)
 
     def complete_later(self, save: BackgroundSave, kind: Kind) -> None:
-        """Complete it, in another thread, when the files that were handed in to `save` are written.
-
-        Until then, whoever in this process touches the checkpoint waits.
-        """
-        path_guard.hold(str(self.path), save.wait)
+        """Complete it, in another thread, when the files that were handed in to `save` are written."""
 
         def complete(failure: BaseException | None) -> None:
-            try:
-                if failure is None:
-                    self.complete(lambda: kind)
-                else:
-                    warn_given_up(self.step, failure)
-                    self.abandon()
-            finally:
-                path_guard.release(str(self.path))
+            if failure is None:
+                self.complete(lambda: kind)
+            else:
+                warn_given_up(self.step, failure)
+                self.abandon()
 
         save.then(complete)
         self.goes_on()
 
     def abandon(self) -> None:
         """Give the checkpoint up: nothing of it stays on any rank that has not published it."""
-        # Only then do the other ranks come to "ended". Once all have written, they come to "published" instead.
-        ends = self.failure is not None or self._unsaid == "written"
-        self._abandon()
+        ends = self.failure is not None or not self._written
+        self._give_up()
         if ends:
-            self._context.coordinator.arrive(self._pending.key("ended"))
+            self._arrive_at_end()
 
     def abandon_together(self) -> bool:
         """Give the checkpoint up, and wait for the other ranks.
@@ -123,7 +122,7 @@ class CheckpointWriter:
         Returns:
             Whether no rank is still writing: one that is may wait for this one in a collective.
         """
-        self._abandon()
+        self._give_up()
         return bool(self._context.coordinator.agree(self._pending.key("ended"), seconds=WRITE_SECONDS))
 
     def failed_by_volume(self, error: BaseException) -> bool:
@@ -133,106 +132,20 @@ class CheckpointWriter:
             return False
         return self.failure is not None or _tells_of_volume(error) or not _takes_a_write(self.directory)
 
-    def _abandon(self) -> None:
-        if self._unsaid is not None:
-            # The error may also come from `complete`. The others wait for the next answer that this rank owes.
-            self._agree(self._unsaid, ok=False)
-        self._give_up()
-
-    def _complete(self, kind: Callable[[], Kind] | None) -> bool:
-        context = self._context
-        if not self._agree("written"):
-            _log.warning("checkpoint given up, another rank failed: name=%s", self._name)
-            context.coordinator.arrive(self._pending.key("ended"))
-            self._give_up()
-            return False
-        chosen = self._pending.kind if kind is None else kind()
-        files = self._publish() if context.leads_pod else ()
-        published = self._agree("published", ok=files is not None)
-        if not published or files is None:
-            self._take_back(published=files is not None)
-            return False
-        if chosen is Kind.JUST_IN_TIME:
-            # Permanent: a final save after it makes the run no more complete.
-            self._session.stopping = True
-        record = Record(
-            name=self._name,
-            step=self._pending.step,
-            save=self._pending.save,
-            kind=chosen,
-            world_size=context.coordinator.ranks.world_size,
-            saved_at=time.time(),
-            files=files,
-            ranks=context.coordinator.ranks.pod,
-        )
-        announced = self._keep(record)
-        _log.info("saved: name=%s kind=%s save=%s announced=%s", record.name, record.kind, record.save, announced)
-        return True
-
-    def _agree(self, about: str, *, ok: bool = True) -> bool:
-        self._unsaid = _NEXT[about]
-        return bool(self._context.coordinator.agree(self._pending.key(about), ok, seconds=WRITE_SECONDS))
-
-    def _make_directory(self) -> VolumeError | None:
-        """Make one directory for all ranks of the pod. Returns the error, on all ranks, if a pod cannot."""
-        failure: OSError | None = None
-        try:
-            if self._context.leads_pod:
-                self._context.local.begin(self._name)
-        except OSError as error:
-            failure = error
-        if self._context.coordinator.agree(self._pending.key("begun"), failure is None):
-            return None
-        self._unsaid = None
-        self._give_up()
-        return VolumeError(
-            ErrorKind.VOLUME_UNUSABLE,
-            f"cannot save {self._name}: {failure or 'another rank cannot'}",
-            hint="check whether the volume is full",
-        )
-
-    def _take_back(self, *, published: bool) -> None:
-        """Undo this pod's publication after another pod's failed: nothing else would ever delete what has a name."""
-        if published and self._context.leads_pod:
-            try:
-                self._context.local.take_back(self._name)
-            except OSError as error:
-                _log.warning("checkpoint not removed: name=%s error=%s", self._name, error)
-        self._give_up()
-
     def _give_up(self) -> None:
-        if self._context.leads_pod:
-            self._context.local.abandon(self._name)
-        self._session.abort(self._pending)
+        if not self._written:
+            self._written = True
+            self._publication.place(written=False)
 
-    def _publish(self) -> tuple[RecordedFile, ...] | None:
+    def _arrive_at_end(self) -> None:
+        self._context.coordinator.arrive(self._pending.key("ended"))
+
+    def _rotate(self, newest: Record, *, announced: bool) -> None:
+        keep = self._keep_local if announced else max(self._keep_local, _KEEP_UNANNOUNCED)
         try:
-            return self._context.local.publish(self._name)
+            self._context.local.rotate(newest, keep, keep_restored=not self._session.holds_whole_job)
         except OSError as error:
-            _log.warning("checkpoint lost: name=%s error=%s", self._name, error)
-            return None
-
-    def _keep(self, record: Record) -> bool:
-        """Record, announce and rotate; return whether all ranks announced it. Without a record nothing is rotated."""
-        local = self._context.local
-        recorded = self._context.leads_pod and self._record(record)
-        announced = self._session.announce(record, local.path(record.name))
-        announced = self._context.coordinator.agree(self._pending.key("announced"), announced) or False
-        if recorded:
-            keep = self._keep_local if announced else max(self._keep_local, _KEEP_UNANNOUNCED)
-            try:
-                local.rotate(record, keep, keep_restored=not self._session.holds_whole_job)
-            except OSError as error:
-                _log.warning("older checkpoint not removed: error=%s", error)
-        return announced
-
-    def _record(self, record: Record) -> bool:
-        try:
-            self._context.local.record(record)
-        except OSError as error:
-            _log.warning("checkpoint not recorded, it cannot be resumed from: name=%s error=%s", record.name, error)
-            return False
-        return True
+            _log.warning("older checkpoint not removed: error=%s", error)
 
 
 class SaveBlock(AbstractContextManager[Path]):
@@ -292,7 +205,7 @@ def _takes_a_write(directory: Path) -> bool:
 
     On a full volume a library often raises something unrelated, and its half-written file still fills the volume.
     """
-    probe = directory / ".probe"
+    probe = directory / ".keepstep-probe"
     try:
         with probe.open("wb") as file:
             file.write(bytes(_PROBE_BYTES))

@@ -90,7 +90,7 @@ class Checkpointer:
         self._schedule = SaveSchedule(time.monotonic())
         self._resumed = False
         self._session = Session(settings, rank0_only=rank0_only)
-        self._asynchronous = settings.asynchronous if asynchronous is None else asynchronous
+        self._asynchronous = settings.asynchronous is not False if asynchronous is None else asynchronous
         self._writer = BackgroundWriter()
         if self._asynchronous and settings.ranks.rank == 0:
             # Which other ranks write as much is not known.
@@ -115,7 +115,7 @@ class Checkpointer:
             SystemExit: With code 143, when the pod is already ending and no step was done.
         """
         local = self._local_checkpoints()
-        newest = choose(self._session, local.whole)
+        newest = choose(self._session, lambda: local.whole(by_framework=False))
         if newest is None:
             return None
         self._warn_of_other_ranks(newest)
@@ -132,7 +132,7 @@ class Checkpointer:
             0. Otherwise its directory, as `resume` does.
         """
         local = self._local_checkpoints()
-        newest = choose_partial(self._session, local.whole, [(first, 0, 0)])
+        newest = choose_partial(self._session, lambda: local.whole(by_framework=False), [(first, 0, 0)])
         if isinstance(newest, PartialCheckpoint):
             self._schedule.saved(newest.step, time.monotonic())
             return newest
@@ -220,8 +220,9 @@ class Checkpointer:
 
         When the block has ended on all ranks, the checkpoint is made durable, is called `checkpoint-<step>` and is
         announced to the agent: at once, or while training continues if saves are asynchronous and the block used
-        `torch.save` or safetensors' `save_file`. Until then, what opens, lists or changes its files waits. If the block
-        raises on any rank, nothing of the checkpoint stays.
+        `torch.save` or safetensors' `save_file`. Such files are empty until then: a block that reads what it has saved
+        needs `asynchronous=False`. Files of other names that lie in a folder `checkpoint-<step>` already stay there. If
+        the block raises on any rank, nothing of the checkpoint stays.
 
         Args:
             step: Optimizer steps that are done.
@@ -364,7 +365,8 @@ class Checkpointer:
         self._resumed = True
         context = self._session.context()
         try:
-            newest = max((record.step for record in context.local.whole()), default=-1) if context.leads_pod else -1
+            whole = context.local.whole(by_framework=False) if context.leads_pod else ()
+            newest = max((record.step for record in whole), default=-1)
         except OSError:
             # The save itself meets what is wrong with the volume, on all ranks.
             return

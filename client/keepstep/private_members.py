@@ -13,10 +13,15 @@ from typing import Final
 
 PRIVATE_MEMBERS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {
-        "accelerate.Accelerator": ("_models", "_optimizers"),
+        "accelerate.Accelerator": ("_models", "_optimizers", "_save_model_state_pre_hook"),
         "deepspeed.DeepSpeedEngine": ("_common_checkpoint_state",),
         "lightning.AsyncCheckpointIO": ("_executor",),
-        "lightning.ModelCheckpoint": ("_every_n_train_steps", "_last_global_step_saved", "_link_checkpoint"),
+        "lightning.ModelCheckpoint": (
+            "_every_n_train_steps",
+            "_last_global_step_saved",
+            "_link_checkpoint",
+            "_save_checkpoint",
+        ),
         "lightning.Trainer": (
             "_accelerator_connector.cluster_environment",
             "_checkpoint_connector.resume_start",

@@ -27,8 +27,9 @@ def protect(x: T, *, asynchronous: bool | None = None) -> T:
 
     Args:
         x: A transformers Trainer (or TRL's), a Lightning Trainer, an Accelerate Accelerator, or a DeepSpeedEngine.
-        asynchronous: False: training waits until each checkpoint is written, and not only for a copy of it. The copy
-            takes memory for one more state. By default the environment decides, else it is true.
+        asynchronous: False: training waits until each checkpoint is written. True: only for a copy of it, which takes
+            memory for one more state; the program must not look at a checkpoint before the next save. By default the
+            environment decides, else the framework: a default is not visible to the program, except as time.
 
     Returns:
         `x` itself.

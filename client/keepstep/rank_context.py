@@ -27,15 +27,11 @@ _numbers: Final = itertools.count()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankContext:
-    """The ranks that save together. `nonce` identifies this start of the job and is the same on all ranks.
-
-    `aside`: where a framework's checkpoint is written if it must not have its name before it is complete.
-    """
+    """The ranks that save together. `nonce` identifies this start of the job and is the same on all ranks."""
 
     coordinator: RankCoordinator
     gate: Gate
     local: LocalCheckpoints
-    aside: LocalCheckpoints
     nonce: str
 
     @property
@@ -71,10 +67,14 @@ def init_ranks(settings: Settings, sigterm: Sigterm, *, rank0_only: bool) -> Ran
 
 
 def _context(settings: Settings, coordinator: RankCoordinator, gate: Gate, nonce: str) -> RankContext:
-    records = settings.state_directory / names.RECORDS_DIRECTORY
-    local = LocalCheckpoints(settings.checkpoint_directory, records, nonce)
-    aside = LocalCheckpoints(settings.state_directory / names.SAVING_DIRECTORY, records, nonce)
-    return RankContext(coordinator=coordinator, gate=gate, local=local, aside=aside, nonce=nonce)
+    local = LocalCheckpoints(
+        volume=settings.volume,
+        directory=settings.checkpoint_directory,
+        records=settings.state_directory / names.RECORDS_DIRECTORY,
+        saving=settings.state_directory / names.SAVING_DIRECTORY,
+        nonce=nonce,
+    )
+    return RankContext(coordinator=coordinator, gate=gate, local=local, nonce=nonce)
 
 
 def _volume_identity(state_directory: Path) -> str:

@@ -148,7 +148,6 @@ class Session:
                 context = init_ranks(self.settings, self._sigterm, rank0_only=self._rank0_only)
                 if context.leads_pod and self._holds_liveness_lock:
                     context.local.clean_up()
-                    context.aside.clean_up()
             except OSError as error:
                 raise self._unusable(error) from error
             # No rank may look for checkpoints while another one still cleans up there.
@@ -337,6 +336,10 @@ class Session:
     def _announce(self, record: Record, path: Path, *, urgent: bool) -> bool:
         # The world size of the ranks that write it: one pod may hold a whole checkpoint.
         ranks = replace(self.context().coordinator.ranks, world_size=record.world_size)
+        # A checkpoint that is one file has no names of files. Of a name that is no text the agent says what is wrong.
+        files = [file.path for file in record.files if file.path]
+        if not all(map(_is_text, (*files, *record.others))):
+            files = []
         announced = self.agent.announce(
             path=path,
             step=record.step,
@@ -345,6 +348,8 @@ class Session:
             ranks=ranks,
             stall_seconds=self._notes.stall_seconds(record.save),
             units=self._notes.units(record.save),
+            files=files,
+            others=record.others if files else (),
             urgent=urgent,
         )
         self._unannounced = None if announced else (record, path)
@@ -375,3 +380,12 @@ class Session:
             f"{self.settings.volume} cannot be written: {error}",
             hint="give a directory that this user can write, see Checkpointer(directory=…)",
         )
+
+
+def _is_text(path: str) -> bool:
+    """Whether a file's name is UTF-8."""
+    try:
+        path.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

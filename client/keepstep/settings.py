@@ -23,15 +23,15 @@ _SWITCH: Final = {"true": True, "on": True, "1": True, "false": False, "off": Fa
 class Settings:
     """Absolute paths. `socket` is None when no agent is configured. `ranks`: as the launcher says.
 
-    `lazy`: nothing was restored before this program, and the agent brings what it asks for. `asynchronous`: frameworks'
-    checkpoints are written while training continues.
+    `lazy`: nothing was restored before this program, and the agent brings what it asks for. `asynchronous`: whether
+    checkpoints are written while training continues; None if the environment leaves that to each framework's default.
     """
 
     volume: Path
     checkpoint_directory: Path
     socket: Path | None
     lazy: bool = False
-    asynchronous: bool = True
+    asynchronous: bool | None = None
     ranks: Ranks = field(default_factory=Ranks)
 
     @property
@@ -102,9 +102,11 @@ def _absolute(path: str | Path) -> Path:
     return absolute
 
 
-def _switch(environment: Mapping[str, str], name: str) -> bool:
-    """Return what a variable says that is on by default. Raises UsageError."""
-    value = environment.get(name) or "true"
+def _switch(environment: Mapping[str, str], name: str) -> bool | None:
+    """Return what a variable says; None if it is not set. Raises UsageError."""
+    value = environment.get(name)
+    if not value:
+        return None
     if value.lower() not in _SWITCH:
         raise UsageError(ErrorKind.BAD_ARGUMENT, f"{name} is {value!r}", hint="use true or false")
     return _SWITCH[value.lower()]

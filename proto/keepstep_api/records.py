@@ -42,7 +42,8 @@ class Record:
     takes it up by this record. `directory`: where a framework wrote it, relative to the volume; None when it lies in
     the checkpoint directory and Keepstep may delete it. `ranks`: the ranks of this pod, whose parts it holds; empty
     in the record of a restored checkpoint. `others`: files of the program's own beside `files`, relative to the
-    checkpoint, that belong to it as they are when an agent takes it; the program may write to them again.
+    checkpoint, that belong to it as they are when an agent takes it; the program may write to them again. `inode`: of
+    the checkpoint, by which it is found when the program has renamed it; 0 if not known.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Record:
     directory: str | None = None
     ranks: tuple[int, ...] = ()
     others: tuple[str, ...] = ()
+    inode: int = 0
 
     @property
     def order(self) -> tuple[int, float]:
@@ -84,5 +86,7 @@ class Record:
             value["ranks"] = list(self.ranks)
         if self.others:
             value["others"] = list(self.others)
+        if self.inode:
+            value["inode"] = self.inode
         # In ASCII, which can escape a file name that is not UTF-8.
         return json.dumps(value).encode() + b"\n"

@@ -1,11 +1,7 @@
-"""Files are written behind the program in the order of its saves, and whoever touches them waits."""
+"""Files are written behind the program in the order of its saves."""
 
 import logging
 import os
-import shutil
-import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,7 +11,7 @@ import pytest
 import torch
 from tests.harness.bounds import HANG_SECONDS
 
-from keepstep.asynchronous_saves import background_writer, host_memory, path_guard
+from keepstep.asynchronous_saves import background_writer, host_memory
 from keepstep.asynchronous_saves.background_writer import BackgroundSave, BackgroundWriter
 from keepstep.asynchronous_saves.host_copy import HostCopy, copy_to_host
 from keepstep.asynchronous_saves.host_memory import HostMemory
@@ -59,57 +55,6 @@ def let_go_soon(slow: Slow) -> None:
     threading.Timer(0.2, slow.go.set).start()
 
 
-TOUCHES: dict[str, Callable[[Path], object]] = {
-    "reads it": lambda path: path.read_text(),
-    "opens it": lambda path: os.close(os.open(path, os.O_RDONLY)),
-    "copies it": lambda path: shutil.copy(path, path.with_name("copy")),
-    "links it": lambda path: os.link(path, path.with_name("link")),
-    "removes it": lambda path: path.unlink(),
-    "runs a program on it": lambda path: subprocess.run(["cat", str(path)], check=True, capture_output=True),
-    "lists its folder": lambda path: os.listdir(path.parent),  # noqa: PTH208
-    "looks for files": lambda path: list(path.parent.rglob("*")),
-    "names it in bytes": lambda path: open(os.fsencode(path)).close(),  # noqa: PTH123
-}
-
-
-@pytest.mark.parametrize("touch", list(TOUCHES))
-def test_whoever_touches_a_file_that_is_not_written_yet_waits(
-    touch: str, writer: BackgroundWriter, slow: Slow, tmp_path: Path
-) -> None:
-    save = writer.begin(tmp_path)
-    hand_in(save, tmp_path / "a", "text", slow.write)
-    let_go_soon(slow)
-    TOUCHES[touch](tmp_path / "a")
-    assert slow.written == ["text"]
-
-
-def test_who_touches_other_files_does_not_wait(writer: BackgroundWriter, slow: Slow, tmp_path: Path) -> None:
-    folder = tmp_path / "save"
-    folder.mkdir()
-    save = writer.begin(folder)
-    hand_in(save, folder / "a", "text", slow.write)
-    save.begin_writing()
-    assert slow.begun.wait(HANG_SECONDS)
-    (tmp_path / "other").write_text("x")
-    (folder / "b").write_text("x")
-    assert [path.name for path in sorted(tmp_path.iterdir())] == ["other", "save"]
-    assert slow.written == []
-
-
-@pytest.mark.skipif(sys.version_info >= (3, 12), reason="Python warns of a fork beside threads, which this is about")
-def test_a_forked_child_does_not_wait_for_a_thread_that_it_has_not(
-    writer: BackgroundWriter, slow: Slow, tmp_path: Path
-) -> None:
-    save = writer.begin(tmp_path)
-    hand_in(save, tmp_path / "a", "text", slow.write)
-    child = os.fork()
-    if child == 0:
-        signal.alarm(int(HANG_SECONDS))
-        os._exit(len((tmp_path / "a").read_bytes()))
-    assert os.waitpid(child, 0)[1] == 0
-    assert slow.written == []
-
-
 def test_a_copy_that_fails_is_said_once_and_the_program_writes(
     writer: BackgroundWriter, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -123,10 +68,8 @@ def test_a_copy_that_fails_is_said_once_and_the_program_writes(
 
 
 def test_a_file_that_the_program_renames_gets_its_content_there(
-    writer: BackgroundWriter, slow: Slow, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    writer: BackgroundWriter, slow: Slow, tmp_path: Path
 ) -> None:
-    # Renaming waits in this process. Another one, such as `mv`, does not.
-    monkeypatch.setattr(path_guard, "hold", lambda *_: None)
     save = writer.begin(tmp_path)
     hand_in(save, tmp_path / "a.tmp", "text", slow.write)
     (tmp_path / "below").mkdir()
@@ -137,10 +80,7 @@ def test_a_file_that_the_program_renames_gets_its_content_there(
     assert not (tmp_path / "a.tmp").exists()
 
 
-def test_a_file_that_is_gone_is_not_written(
-    writer: BackgroundWriter, slow: Slow, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(path_guard, "hold", lambda *_: None)
+def test_a_file_that_is_gone_is_not_written(writer: BackgroundWriter, slow: Slow, tmp_path: Path) -> None:
     save = writer.begin(tmp_path)
     hand_in(save, tmp_path / "a", "text", slow.write)
     (tmp_path / "a").unlink()
@@ -227,6 +167,25 @@ def test_the_thread_that_writes_gives_way_to_the_training(writer: BackgroundWrit
     save.wait()
     assert nice[0] >= min(19, os.getpriority(os.PRIO_PROCESS, 0))
     assert nice[0] == 10
+
+
+def test_no_memory_is_made_within_a_step_that_a_cuda_graph_captures(
+    writer: BackgroundWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer.expect()
+    model = torch.nn.Linear(64, 64)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with monkeypatch.context() as capture:
+        capture.setattr(torch.cuda, "is_available", lambda: True)
+        capture.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        for _ in range(3):
+            model(torch.ones(1, 64)).sum().backward()
+            optimizer.step()
+        assert writer._memory.size_bytes == 0
+    for _ in range(2):
+        model(torch.ones(1, 64)).sum().backward()
+        optimizer.step()
+    assert writer._memory.size_bytes > 0
 
 
 @pytest.mark.parametrize("other", [None, torch.nn.Linear(100, 200)], ids=["one model", "a model beside it"])

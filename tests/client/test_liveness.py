@@ -139,8 +139,9 @@ def test_what_a_framework_writes_is_claimed_before_its_first_file(
     run = FrameworkRun.current()
     try:
         seen: list[list[str]] = []
-        run.save_in_background(tmp_path / "out" / "checkpoint-1", 1, lambda _: seen.append(claims(tmp_path)))
-        run.announce_in_background()
+        place = tmp_path / "out" / "checkpoint-1"
+        run.save(place, 1, lambda _: seen.append(claims(tmp_path)), asynchronous=True)
+        run.announce()
         run.wait()
     finally:
         run.close()

@@ -61,7 +61,7 @@ path.mkdir()
 (path / "weights").write_text("weights")
 assert run.action_at(step) is Action.NOTHING
 assert run.admits(step)
-assert run.announce(path, step) is False
+assert run.announce_written(path, step) is False
 worker_processes.install()
 {_END}
 run.close()

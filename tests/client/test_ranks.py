@@ -257,6 +257,20 @@ def test_one_file_of_rank_0_is_whole_whatever_the_other_pod_has_under_its_name(t
     assert not list((pods[1] / ".keepstep/records").glob("*"))
 
 
+def test_a_rank_that_fails_once_costs_that_checkpoint_alone(tmp_path: Path, volume: Path) -> None:
+    socket = volume / names.STATE_DIRECTORY / names.SOCKET
+    with (
+        serving(socket, AgentServer()) as agent,
+        job("framework_of_which_a_rank_fails_once", tmp_path, [volume], local_world_size=2) as ranks,
+    ):
+        assert [rank.rest() for rank in ranks] == [["saved 1 True", "saved 2 False", "saved 3 True", "done"]] * 2
+        requests = agent.requests("AnnounceCheckpoint")
+        announced = sorted((one.step, one.rank, list(one.files), list(one.others)) for one in requests)
+        files = ["rank-0", "rank-1"]
+        assert announced == [(step, rank, files, ["state.json"]) for step in (1, 3) for rank in (0, 1)]
+        assert not any("late" in rank.log_text() for rank in ranks)
+
+
 def test_what_is_not_there_is_never_taken_for_saved(tmp_path: Path, volume: Path) -> None:
     socket = volume / names.STATE_DIRECTORY / names.SOCKET
     with (

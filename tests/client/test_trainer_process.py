@@ -130,7 +130,7 @@ def test_a_process_killed_while_it_saves_leaves_no_half_checkpoint(start_trainer
     second.kill()
     left = sorted(path.name for path in (volume / "checkpoints").iterdir())
     assert len(left) == 2
-    assert left[0].startswith(".saving-checkpoint-2-")
+    assert left[0].startswith(".saving-")
     assert left[1] == "checkpoint-1"
 
     third = start_trainer()
@@ -138,19 +138,26 @@ def test_a_process_killed_while_it_saves_leaves_no_half_checkpoint(start_trainer
     assert [path.name for path in (volume / "checkpoints").iterdir()] == ["checkpoint-1"]
 
 
-@pytest.mark.parametrize("sizes", [("10", "10"), ("10", "20")])
+@pytest.mark.parametrize("sizes", [("10", "10"), ("10", "20")], ids=["same size", "other size"])
+@pytest.mark.parametrize("exchange", ["exchange", "not"])
+@pytest.mark.parametrize("note", ["note", "not"])
 def test_a_process_killed_anywhere_while_it_saves_a_step_again_leaves_one_of_the_two(
-    tmp_path: Path, sizes: tuple[str, str]
+    tmp_path: Path, sizes: tuple[str, str], exchange: str, note: str
 ) -> None:
-    ended = run(str(KILLED_REPLACEMENT), str(tmp_path / "out"), *sizes, directory=tmp_path)
+    ended = run(str(KILLED_REPLACEMENT), str(tmp_path / "out"), *sizes, exchange, note, directory=tmp_path)
     assert ended.returncode == 0, ended.stderr
     rows = [line.split() for line in ended.stdout.splitlines()]
     contents = [content for _, content, _, _ in rows]
     assert set(contents) == {"old", "new"}
-    # The new one from the moment on at which it is recorded.
+    # The new one from the moment on at which it is complete.
     assert contents == sorted(contents, reverse=True)
-    assert [row[2:] for row in rows] == [["True", "1"]] * len(rows)
-    assert [operation for operation, *_ in rows].count("os.rename") == 3
+    names = "more,note,state" if note == "note" else "more,state"
+    assert [row[2:] for row in rows] == [["True", names]] * len(rows)
+    operations = [operation for operation, *_ in rows]
+    # Of the note, of the record, which names the program's file later, and of each file if the folders do not change.
+    renames = 5 if note == "note" else 2 if exchange == "exchange" else 4
+    assert operations.count("os.rename") == renames
+    assert operations.count("exchange") == (note == "not")
     assert rows[-1][0] == "none"
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from keepstep import Checkpointer
-from keepstep.checkpoints.local_checkpoints import LocalCheckpoints
+from keepstep.checkpoints.staged_save import StagedSave
 from keepstep.torch_loop import TorchLoop, TrainingState
 
 
@@ -31,15 +31,15 @@ def main() -> None:
             raise MemoryError("no room for a copy")
         return capture(state)
 
-    publish = LocalCheckpoints.publish
+    sync = StagedSave.sync
 
-    def publish_or_fail(local: LocalCheckpoints, name: str) -> object:
-        if name == "checkpoint-6":
+    def sync_or_fail(save: StagedSave) -> object:
+        if save.path.name == "checkpoint-6":
             raise ValueError("nobody thought of this")
-        return publish(local, name)
+        return sync(save)
 
     TrainingState.capture = capture_or_fail  # type: ignore[method-assign,assignment]
-    LocalCheckpoints.publish = publish_or_fail  # type: ignore[method-assign,assignment]
+    StagedSave.sync = sync_or_fail  # type: ignore[method-assign,assignment]
     loop = TorchLoop(model, optimizer, checkpointer=Checkpointer(keep_local=10))
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     for step in range(1, 9):

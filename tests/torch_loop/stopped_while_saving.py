@@ -28,7 +28,7 @@ def main() -> None:
     def slow_save(storage: Storage, state: dict[str, Any], directory: Path, **options: Any) -> None:
         assert is_waited_for.wait(HANG_SECONDS)
         save(storage, state, directory, **options)
-        print(directory.name.split("-")[2], "written")
+        print(directory.name.split("-")[1], "written")
 
     def told_wait(saver: Saver) -> None:
         if loop.steps_done > 5:

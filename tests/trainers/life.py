@@ -33,7 +33,8 @@ _LINE: Final = re.compile(r"step=(\d+) loss=(\S+)\n")
 class Life:
     """All ranks of a job of `steps` steps that saves at every second one, from their start to their end.
 
-    `moment`: where rank 0 ends itself in its second save, and `way`, how. `alone`: without Keepstep.
+    `moment`: where rank 0 ends itself in its second save, and `way`, how. `asynchronous`: what the variable says.
+    `alone`: without Keepstep.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class Life:
         steps: int,
         moment: Moment | None = None,
         way: Way = Way.KILL,
+        asynchronous: bool = True,
         alone: bool = False,
     ) -> None:
         folder.mkdir(parents=True)
@@ -66,6 +68,7 @@ class Life:
                 "GLOO_SOCKET_IFNAME": "lo",
                 names.ENV_VOLUME: str(volume),
                 names.ENV_CHECKPOINT_DIRECTORY: str(volume / names.CHECKPOINT_DIRECTORY),
+                names.ENV_ASYNCHRONOUS_SAVES: str(asynchronous).lower(),
                 **({"DISTURB_AT": moment, "DISTURB_BY": way} if moment and rank == 0 else {}),
             }
             with ExitStack() as files:

@@ -1,4 +1,4 @@
-"""The moments of a save that is written behind the training, and what may end a process in each of them."""
+"""The moments of a save, and what may end a process in each of them."""
 
 import os
 import signal
@@ -8,7 +8,7 @@ from importlib import import_module
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
-from keepstep.asynchronous_saves.background_writer import BackgroundSave, BackgroundWriter
+from keepstep.publishing import Publication
 
 
 class Moment(StrEnum):
@@ -19,9 +19,14 @@ class Moment(StrEnum):
     IN_FILE = "in the middle of a file"
     SOME_FILES = "when one file is written"
     BEFORE_NAME = "before the checkpoint has its name"
+    COMPLETE = "when the checkpoint is complete, and has no name"
     NAMED = "when the checkpoint has its name"
     RECORDED = "when the checkpoint is recorded"
     ANNOUNCED = "when the checkpoint is announced"
+
+
+BEHIND: Final = (Moment.COPY, Moment.BEFORE_FILE, Moment.IN_FILE, Moment.SOME_FILES)
+"""Those that only a save has that is written behind the training."""
 
 
 class Way(StrEnum):
@@ -45,18 +50,18 @@ class _Place(NamedTuple):
     after: bool = False
 
 
-_CHECKPOINTS: Final = "framework_run.checkpoints:FrameworkCheckpoints"
-_LOCAL: Final = "checkpoints.local_checkpoints:LocalCheckpoints"
+_STAGED: Final = "checkpoints.staged_save"
 _PLACES: Final[Mapping[Moment, _Place]] = MappingProxyType(
     {
         Moment.COPY: _Place("asynchronous_saves.host_copy", "_keep_location", call=3),
         Moment.BEFORE_FILE: _Place("asynchronous_saves.empty_file:EmptyFile", "find"),
         Moment.IN_FILE: _Place("asynchronous_saves.direct_file:DirectFile", "write", call=2),
         Moment.SOME_FILES: _Place("asynchronous_saves.empty_file:EmptyFile", "find", call=2),
-        Moment.BEFORE_NAME: _Place(_LOCAL, "move_to"),
-        Moment.NAMED: _Place(_LOCAL, "move_to", after=True),
-        Moment.RECORDED: _Place(_CHECKPOINTS, "_record", after=True),
-        Moment.ANNOUNCED: _Place(_CHECKPOINTS, "announce", after=True),
+        Moment.BEFORE_NAME: _Place(f"{_STAGED}:StagedSave", "put_in_place"),
+        Moment.COMPLETE: _Place(_STAGED, "_place"),
+        Moment.NAMED: _Place(_STAGED, "write_record"),
+        Moment.RECORDED: _Place(f"{_STAGED}:StagedSave", "put_in_place", after=True),
+        Moment.ANNOUNCED: _Place("publishing:Publication", "announce", after=True),
     }
 )
 
@@ -67,15 +72,14 @@ def at(moment: Moment, then: Callable[[], object]) -> None:
     module, _, cls = place.owner.partition(":")
     owner = import_module(f"keepstep.{module}")
     owner = getattr(owner, cls) if cls else owner
-    function, begin = getattr(owner, place.name), BackgroundWriter.begin
+    function, begin = getattr(owner, place.name), Publication.begin
     saves = calls = 0
 
-    def count_saves(writer: BackgroundWriter, *arguments: Any, **keywords: Any) -> BackgroundSave:
+    def count_saves(publication: Publication) -> bool:
         nonlocal saves
-        # It waits for the save before this one.
-        save = begin(writer, *arguments, **keywords)
+        # The save before this one is done by now.
         saves += 1
-        return save
+        return begin(publication)
 
     def count_calls(*arguments: Any, **keywords: Any) -> Any:
         nonlocal calls
@@ -89,4 +93,4 @@ def at(moment: Moment, then: Callable[[], object]) -> None:
         return answer
 
     setattr(owner, place.name, count_calls)
-    BackgroundWriter.begin = count_saves  # type: ignore[assignment,method-assign]
+    Publication.begin = count_saves  # type: ignore[assignment,method-assign]

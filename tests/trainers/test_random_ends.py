@@ -61,7 +61,8 @@ def test_ended_at_any_moment_it_goes_on_from_its_newest_whole_checkpoint(
         begins_after = newest_whole(volume)
         if begins_after == STEPS:
             volume, begins_after = tmp_path / f"volume-{number}", 0
-        life = Life(trainer, tmp_path / f"life-{number}", volume, ranks, steps=STEPS)
+        asynchronous = chance.random() < 0.5
+        life = Life(trainer, tmp_path / f"life-{number}", volume, ranks, steps=STEPS, asynchronous=asynchronous)
         life.wait_training()
         time.sleep(chance.uniform(0, LONGEST_SECONDS))
         end(life, ranks, chance)

@@ -2,8 +2,8 @@
 
 Owns the thread, the order of its work, and the rule that no new copy is made before the last save is done. During a
 save, `save_functions` hands in what the program gives to `torch.save` and the like. The file appears at once, empty:
-the program finds it, and may rename it. Whoever opens it waits for its content. Where memory does not suffice for a
-copy, the program writes its files itself, as it would without Keepstep.
+the program finds it, and may rename it. Where memory does not suffice for a copy, the program writes its files itself,
+as it would without Keepstep.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from keepstep.asynchronous_saves import path_guard, state_size
+from keepstep.asynchronous_saves import state_size
 from keepstep.asynchronous_saves.empty_file import EmptyFile, make_empty
 from keepstep.asynchronous_saves.host_memory import HostMemory
 
@@ -155,17 +155,8 @@ class BackgroundSave:
             finally:
                 self._note_time()
                 self.written_bytes = written_bytes
-                path_guard.release(str(empty.path))
 
-        def wait_for_it() -> None:
-            self.begin_writing()
-            wait([written], _PATIENCE_SECONDS)
-
-        # Not before it is submitted: the file is still to be touched by this thread.
-        written = self._writer.submit(run)
-        path_guard.hold(str(empty.path), wait_for_it)
-        if written.done():
-            path_guard.release(str(empty.path))
+        self._writer.submit(run)
 
 
 class BackgroundWriter:
@@ -245,6 +236,15 @@ class BackgroundWriter:
         elif seconds > _NOTABLE_SECONDS:
             _log.info("training waited for the last save: seconds=%.1f hint=save less often", seconds)
 
+    def close(self) -> None:
+        """Wait, and end the thread and free the memory until the next save."""
+        self.wait()
+        self._end_saves()
+        if self._thread is not None:
+            self._thread.shutdown()
+            self._thread = self._last = None
+        self._memory = HostMemory()
+
     def copy(self, copy: Callable[[HostMemory], Any]) -> Any:
         """Return what `copy` makes of our memory; None if saves are not written in the background."""
         current = self._saves[-1]
@@ -294,7 +294,6 @@ def _forget_frames(error: BaseException | None) -> None:
 
 
 def _begin_thread() -> None:
-    path_guard.let_pass()
     if sys.platform == "linux":
         # Of this thread alone, and of those that libraries make in it.
         with contextlib.suppress(OSError):

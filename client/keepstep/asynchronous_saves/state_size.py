@@ -29,7 +29,7 @@ def when_known(tell: Callable[[int], object], model: Any = None) -> None:
 
 
 def _after_step(optimizer: Any, *_: Any) -> None:
-    if not _asking:
+    if not _asking or _is_captured():
         return
     if not any(one is optimizer for one in _stepped):
         _stepped.append(optimizer)
@@ -42,6 +42,14 @@ def _after_step(optimizer: Any, *_: Any) -> None:
     for tell, model in asking:
         beside = [] if model is None else [*model.parameters(), *model.buffers()]
         tell(sum((sizes | {tensor.data_ptr(): tensor.nbytes for tensor in beside}).values()))
+
+
+def _is_captured() -> bool:
+    """Whether this step is recorded in a CUDA graph, or compiled: to pin memory within would end that."""
+    import torch
+
+    is_capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    return is_capturing or torch.compiler.is_compiling()
 
 
 def _tensors(optimizer: Any) -> Iterator[Any]:

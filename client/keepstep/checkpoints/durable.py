@@ -1,7 +1,9 @@
 """Makes files survive a power cut."""
 
 import os
-from collections.abc import Iterator
+import secrets
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from keepstep.operating_system import DIRECTORY_FLAG, SYNC_MODE
@@ -13,20 +15,47 @@ def sync_directory(directory: Path) -> None:
         _sync(directory, os.O_RDONLY | DIRECTORY_FLAG)
 
 
-def sync_tree(root: Path) -> Iterator[tuple[str, int]]:
-    """Make every file below `root` survive, or `root` itself if it is a file.
+def write_durably(path: Path, content: bytes) -> None:
+    """Write a file that is there whole or not at all, in place of one of that name. Raises OSError."""
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync_directory(path.parent)
+
+
+def sync_files(root: Path, names: Iterable[str]) -> Iterator[tuple[str, int]]:
+    """Make these files below `root` survive, as far as they are there. Yields as `sync_tree`. Raises OSError."""
+    for name in names:
+        with suppress(FileNotFoundError):
+            yield name, _sync(root / name)
+
+
+def sync_tree(root: Path, *, is_wanted: Callable[[str], bool] = lambda _: True) -> Iterator[tuple[str, int]]:
+    """Make every file below `root` survive, or `root` itself if it is a file. Links are followed, as the agent does.
 
     Yields relative paths, with `/`, and sizes in bytes; the path is empty if `root` is the file. Raises OSError.
+    `is_wanted`: whether a file is among them, by its relative path.
     """
     if root.is_file():
         yield "", _sync(root)
         sync_directory(root.parent)
         return
-    for parent, _, names in os.walk(root, topdown=False, onerror=_raise):
+    for parent, folders, names in os.walk(root, onerror=_raise, followlinks=True):
+        above = os.path.realpath(parent) + os.sep
+        # Not a link to a folder that it is in: there is no end to that.
+        folders[:] = [name for name in folders if not above.startswith(os.path.realpath(Path(parent, name)) + os.sep)]
         for name in sorted(names):
             path = Path(parent, name)
-            if path.is_file() and not path.is_symlink():
-                yield path.relative_to(root).as_posix(), _sync(path)
+            relative = path.relative_to(root).as_posix()
+            if is_wanted(relative) and path.is_file():
+                yield relative, _sync(path)
         sync_directory(Path(parent))
 
 

@@ -1,25 +1,24 @@
-"""The checkpoint directory: how a checkpoint gets its name there, which ones are whole, which ones to delete.
+"""The checkpoints of one run on this volume, by their records: which are whole, and which to delete.
 
-Owns every name in that directory that begins with a dot and every record. Must not know the agent. Invariants: what is
-called `checkpoint-<step>` is complete and on disk. Nothing without a record is ever deleted, except the checkpoint
-whose name a new one takes, and that new one if it was never recorded. After a crash at any point, `clean_up` and
-`whole` find the newest complete checkpoint.
+Must not know the agent. Invariants: a checkpoint that has a record is complete and on disk. Nothing is deleted but
+files that a record of the Checkpointer's names: a file that the program put beside them stays.
 
-.saving-<name>-<nonce>      being written; garbage once its process is gone
-.replaced-<name>-<save>     had the name that a new one is taking; gets it back while the record is still of its save
-.removing-<name>-<nonce>    being deleted; garbage
+.saving-<save>              being written, see `staged_save`
+.removing-<name>-<nonce>    being deleted, in the checkpoint directory; garbage
 """
 
-import contextlib
+import itertools
 import logging
 import os
 import re
 import shutil
+import stat
 from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from keepstep.checkpoints.durable import sync_directory, sync_tree
 from keepstep.checkpoints.records import (
     Record,
     RecordedFile,
@@ -29,199 +28,227 @@ from keepstep.checkpoints.records import (
     remove_record,
     write_record,
 )
+from keepstep.checkpoints.staged_save import (
+    StagedSave,
+    delete,
+    discard_older,
+    files_below,
+    has_note,
+    saves_to_finish,
+)
 from keepstep_api import names
 
 _log: Final = logging.getLogger("keepstep")
-SAVING: Final = names.SAVING_PREFIX
-_REPLACED: Final = names.REPLACED_PREFIX
+_SAVING: Final = names.SAVING_PREFIX
 _REMOVING: Final = names.REMOVING_PREFIX
-_REPLACED_NAME: Final = re.compile(re.escape(_REPLACED) + r"(?P<name>checkpoint-\d+)-(?P<save>.+)")
+_OTHERS_BYTES: Final = 64 * 1024 * 1024
+"""How much of a program's own files is stored with a checkpoint that is smaller; else as much as its own size."""
+_MOST_LOOKED_AT: Final = 10_000
 
 
 class LocalCheckpoints:
-    """The complete checkpoints of one run on this volume. `nonce` keeps two processes' temporary names apart."""
+    """The checkpoints of one run.
 
-    def __init__(self, directory: Path, records_directory: Path, nonce: str) -> None:
+    Args:
+        volume: What the directories in records are relative to.
+        directory: Where a Checkpointer's checkpoints lie.
+        records: The folder of the records.
+        saving: Where frameworks' checkpoints are written: programs that list their own directories do not see it.
+        nonce: Keeps two processes' temporary names apart.
+    """
+
+    def __init__(self, *, volume: Path, directory: Path, records: Path, saving: Path, nonce: str) -> None:
+        self._volume = volume
         self._directory = directory
-        self._records = records_directory
+        self._saving = saving
         self._nonce = nonce
-        self._replaced: dict[str, Path] = {}
+        self._said: set[Path] = set()
+        self.records: Final = records
 
     def path(self, name: str) -> Path:
+        """Return where the Checkpointer's checkpoint of this name lies."""
         return self._directory / name
 
+    def place(self, record: Record) -> Path:
+        """Return where a checkpoint lies."""
+        if record.directory is None:
+            return self._directory / record.name
+        return self._volume / record.directory / record.name
+
+    def directory_of(self, path: Path) -> str:
+        """Return what the record of a framework's checkpoint at `path` has as its directory. Raises ValueError."""
+        return path.resolve().parent.relative_to(self._volume.resolve()).as_posix()
+
     def clean_up(self) -> None:
-        """Clean up what a killed process left. Call it only when no such process can be alive. Raises OSError."""
-        if not self._directory.is_dir():
-            return
-        for path in sorted(self._directory.iterdir()):
-            if path.name.startswith((SAVING, _REMOVING)):
-                _delete(path)
-            elif (replaced := _REPLACED_NAME.fullmatch(path.name)) is not None:
-                self._settle(path, replaced["name"], replaced["save"])
+        """Finish what a killed process left complete, and delete what it left incomplete.
 
-    def being_saved(self, name: str) -> Path:
-        """Return the directory that `begin` makes; the ranks of a pod share it."""
-        return self._temporary(SAVING, name)
-
-    def whole(self) -> Sequence[Record]:
-        """Return the whole checkpoints, the newest first. Forgets those that are gone, and skips damaged ones."""
-        found: list[Record] = []
-        for record in read_records(self._records):
-            checkpoint = self.path(record.name)
-            if record.directory is not None:
+        Call it only when no such process can be alive. Raises OSError.
+        """
+        for parent in (self._directory, self._saving):
+            if not parent.is_dir():
                 continue
-            if not checkpoint.exists():
-                self._forget(record.name)
-            elif is_whole(record, checkpoint):
-                found.append(record)
-        return found
+            for save in saves_to_finish(parent):
+                try:
+                    save.finish(self.records)
+                    _log.info("a save that a killed process had completed has its place: path=%s", save.path)
+                except OSError as error:
+                    _log.warning("a complete save has no place yet: path=%s error=%s", save.path, error)
+            for folder in parent.iterdir():
+                if folder.name.startswith((_SAVING, _REMOVING)) and not has_note(folder):
+                    delete(folder)
 
-    def begin(self, name: str) -> Path:
-        """Make an empty directory to write a checkpoint into. Raises OSError."""
-        temporary = self._temporary(SAVING, name)
-        _delete(temporary)
-        temporary.mkdir(parents=True)
-        return temporary
+    def staged(self, save: str, path: Path, *, by_framework: bool) -> StagedSave:
+        """Return the folder in which a save is written whose checkpoint belongs at `path`."""
+        parent = self._saving if by_framework else self._directory
+        return StagedSave(parent, save, path, self.directory_of(path) if by_framework else None)
 
-    def abandon(self, name: str) -> None:
-        """Remove the directory that `begin` made, if it was not published."""
-        _delete(self._temporary(SAVING, name))
+    def discard_older(self, path: Path) -> None:
+        """Give up saves of frameworks that could not get the place `path`. Raises OSError."""
+        discard_older(self._saving, path)
 
-    def publish(self, name: str) -> tuple[RecordedFile, ...]:
-        """Make what was written durable, give it its name, and return its files.
+    def whole(self, *, by_framework: bool) -> Sequence[Record]:
+        """Return the whole checkpoints, the newest first, also those in directories that a framework has chosen.
 
-        Raises OSError, with the name untouched unless only the last sync of the directory failed.
+        Skips damaged ones, and forgets those that the program has deleted.
         """
-        temporary, final = self._temporary(SAVING, name), self.path(name)
-        files = tuple(RecordedFile(path=path, size_bytes=size_bytes) for path, size_bytes in sync_tree(temporary))
-        if not files:
-            raise FileNotFoundError(f"nothing was saved in {temporary}")
-        aside: Path | None = None
-        if final.exists():
-            aside = self._replaced[name] = self._set_aside(name)
-        try:
-            temporary.rename(final)
-        except OSError:
-            if aside is not None:
-                aside.rename(final)
-            raise
-        sync_directory(self._directory)
-        return files
+        self.forget_deleted()
+        return [
+            record
+            for record in read_records(self.records)
+            if (by_framework or record.directory is None) and is_whole(record, self.place(record))
+        ]
 
-    def has_room(self, name: str) -> bool:
-        """Make the directory `being_saved`, which ranks of one pod may do at once. Returns whether it is there."""
-        try:
-            self.being_saved(name).mkdir(parents=True, exist_ok=True)
-        except OSError:
-            return False
-        return True
+    def find_renamed(self, record: Record) -> Record | None:
+        """Return the record of a checkpoint as the program has renamed it; None if it is not there. Raises OSError.
 
-    def move_to(self, path: Path) -> bool:
-        """Move what a framework wrote, below its own name in `being_saved`, to `path`. Returns False if that fails.
-
-        Then what it wrote beside it, such as a file that names its newest checkpoint. Does nothing where this pod has
-        no part in it.
+        It is looked for in the folder in which it was.
         """
-        folder = self.being_saved(path.name)
-        written = folder / path.name
-        try:
-            if written.exists():
-                # A file takes the place of another one at once: a program never finds its name without one.
-                if path.is_dir() or (written.is_dir() and path.exists()):
-                    removing = self._temporary(_REMOVING, path.name)
-                    shutil.move(path, removing)
-                    _delete(removing)
-                path.parent.mkdir(parents=True, exist_ok=True)
-                # Not by rename, which cannot cross mounts, and a program may have several in its volume.
-                shutil.move(written, path)
-                for beside in sorted(folder.iterdir()):
-                    shutil.move(beside, path.with_name(beside.name))
-        except OSError as error:
-            _log.warning("checkpoint not moved to its place: path=%s error=%s", path, error)
-            return False
-        _delete(folder)
-        return True
+        place = self.place(record)
+        if place.exists():
+            return record
+        if record.inode and place.parent.is_dir():
+            with os.scandir(place.parent) as entries:
+                name = next((one.name for one in entries if one.inode() == record.inode and not one.is_symlink()), None)
+            # The number of a file that was deleted is given to another one, which is newer.
+            if name is not None and _is_older(record, place.with_name(name)):
+                return replace(record, name=name)
+        return None
 
-    def take_back(self, name: str) -> None:
-        """Undo `publish`, for a checkpoint that was not recorded. Raises OSError."""
-        self._remove(name)
-        aside = self._replaced.pop(name, None)
-        if aside is not None:
-            aside.rename(self.path(name))
+    def forget_deleted(self) -> None:
+        """Remove the records of checkpoints that are deleted, and rename those of checkpoints that are renamed."""
+        for record in read_records(self.records):
+            try:
+                renamed = self.find_renamed(record)
+                if renamed is not None and renamed.name != record.name:
+                    write_record(self.records, renamed)
+                if renamed is None or renamed.name != record.name:
+                    remove_record(self.records, record.name)
+            except OSError as error:
+                # Tried again at the next save; until then it does no harm.
+                _log.warning("record not removed: name=%s error=%s", record.name, error)
 
-    def record(self, record: Record) -> None:
-        """Write the record: from then on the checkpoint may be resumed from, and rotated. Raises OSError."""
-        write_record(self._records, record)
-        # Until the record was written, the replaced checkpoint was the one to resume from.
-        replaced = self._replaced.pop(record.name, None)
-        if replaced is not None:
-            _delete(replaced)
+    def others(self, record: Record) -> tuple[str, ...]:
+        """Return the program's own files in the folder of this checkpoint, which belong to it, the newest first.
+
+        Not the files of other checkpoints. Says once if there are more than are stored with a checkpoint.
+        """
+        folder = self.place(record).resolve()
+        if not folder.is_dir():
+            return ()
+        checkpoints = {self.place(other).resolve() for other in read_records(self.records)} - {folder}
+        sizes: dict[str, tuple[int, int]] = {}
+        files = {file.path for file in record.files}
+        for parent, folders, file_names in os.walk(folder):
+            folders[:] = [
+                name
+                for name in folders
+                if name != names.STATE_DIRECTORY
+                and not name.startswith(names.TEMPORARY_PREFIXES)
+                and Path(parent, name) not in checkpoints
+            ]
+            for path in (Path(parent, name) for name in file_names):
+                name = path.relative_to(folder).as_posix()
+                with suppress(OSError):
+                    status = path.lstat()
+                    is_own = name in files or path in checkpoints
+                    # For another name, an agent would refuse the whole checkpoint.
+                    if not is_own and stat.S_ISREG(status.st_mode) and name.isprintable() and len(name) < 256:
+                        sizes[name] = status.st_mtime_ns, status.st_size
+            if len(sizes) > _MOST_LOOKED_AT:
+                break
+        most_bytes = max(_OTHERS_BYTES, sum(file.size_bytes for file in record.files))
+        newest = sorted(sizes, key=lambda name: sizes[name], reverse=True)
+        running = itertools.accumulate(sizes[name][1] for name in newest)
+        others = [name for name, total_bytes in zip(newest, running, strict=True) if total_bytes <= most_bytes]
+        if len(others[: names.MOST_OTHERS]) < len(newest) and folder not in self._said:
+            self._said.add(folder)
+            _log.warning(
+                "not all files beside a checkpoint are stored with it: path=%s stored=%d hint=give each checkpoint a "
+                "folder of its own",
+                folder,
+                len(others[: names.MOST_OTHERS]),
+            )
+        return tuple(others[: names.MOST_OTHERS])
+
+    def take_along(self, checkpoint: Path, into: Path) -> None:
+        """Copy the program's own files from the folder of a checkpoint into another one that lacks them.
+
+        Raises OSError.
+        """
+        record = next((one for one in read_records(self.records) if self.place(one) == checkpoint), None)
+        if record is None or not into.is_dir():
+            return
+        there = tuple(RecordedFile(path=name, size_bytes=0) for name in files_below(into))
+        others = self.others(replace(record, files=there))
+        for name in others:
+            try:
+                (into / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(checkpoint / name, into / name)
+            except OSError as error:
+                # It is not worth the checkpoint.
+                delete(into / name)
+                _log.warning("a file of the program's is not taken along: path=%s error=%s", checkpoint / name, error)
+        if others:
+            _log.info("the program's own files of %s are in the just-in-time checkpoint too: %s", checkpoint, others)
 
     def rotate(self, newest: Record, keep: int, *, keep_restored: bool) -> None:
-        """Delete the whole checkpoints before `newest`, except the last `keep - 1` of them. Raises OSError.
+        """Delete the Checkpointer's whole checkpoints before `newest`, except the last `keep - 1`. Raises OSError.
 
         `keep_restored`: also keep those that came from the destination.
         """
         older = [
-            record for record in read_records(self._records) if record.order < newest.order and record.directory is None
+            record for record in read_records(self.records) if record.order < newest.order and record.directory is None
         ]
         whole = [record for record in older if damage(record, self.path(record.name)) is None]
         for record in whole[keep - 1 :]:
-            if keep_restored and record.committed:
-                continue
-            removing = self._temporary(_REMOVING, record.name)
-            self.path(record.name).rename(removing)
-            remove_record(self._records, record.name)
-            _delete(removing)
+            if not (keep_restored and record.committed):
+                self._remove(record)
 
-    def _set_aside(self, name: str) -> Path:
-        """Free a name; return where the checkpoint that had it lies."""
-        aside = self._directory / f"{_REPLACED}{name}-{self._recorded_save(name) or self._nonce}"
-        if aside.exists():
-            # A save whose record failed has the name; the recorded checkpoint was set aside at that save.
-            self._remove(name)
-        else:
-            self.path(name).rename(aside)
-        return aside
-
-    def _settle(self, aside: Path, name: str, save: str) -> None:
-        """Finish a replacement during which the process was killed: the record says which checkpoint gets the name."""
-        final = self.path(name)
-        if not final.exists():
-            aside.rename(final)
-        elif self._recorded_save(name) == save:
-            self._remove(name)
-            aside.rename(final)
-        else:
-            _delete(aside)
-
-    def _recorded_save(self, name: str) -> str:
-        return next((record.save for record in read_records(self._records) if record.name == name), "")
-
-    def _remove(self, name: str) -> None:
-        """Rename a checkpoint, then delete it, so that nothing half-deleted has its name."""
-        removing = self._temporary(_REMOVING, name)
-        self.path(name).rename(removing)
-        _delete(removing)
-
-    def _temporary(self, prefix: str, name: str) -> Path:
-        return self._directory / f"{prefix}{name}-{self._nonce}"
-
-    def _forget(self, name: str) -> None:
-        try:
-            remove_record(self._records, name)
-        except OSError as error:
-            _log.warning("record not removed: name=%s error=%s", name, error)
+    def _remove(self, record: Record) -> None:
+        path = self.path(record.name)
+        files = {file.path for file in record.files}
+        if path.is_dir() and not files_below(path) <= files:
+            # The program has put files beside them.
+            remove_record(self.records, record.name)
+            for file in files:
+                # What is reached by a link lies somewhere else.
+                if (path / file).parent.resolve().is_relative_to(path.resolve()):
+                    (path / file).unlink(missing_ok=True)
+            for folder in sorted({parent for file in files for parent in Path(file).parents}, reverse=True):
+                with suppress(OSError):
+                    (path / folder).rmdir()
+            return
+        # Nothing half-deleted has its name.
+        removing = self._directory / f"{_REMOVING}{record.name}-{self._nonce}"
+        path.rename(removing)
+        remove_record(self.records, record.name)
+        delete(removing)
 
 
-def _delete(path: Path) -> None:
-    # What cannot be deleted is garbage by its name, and the next start tries again.
-    if os.path.isdir(path):  # noqa: PTH112 - Path's raises when the volume fails
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        with contextlib.suppress(OSError):
-            path.unlink()
+def _is_older(record: Record, checkpoint: Path) -> bool:
+    """Whether all files of the record are in the checkpoint, and were written before the record."""
+    files = [checkpoint / file.path for file in record.files]
+    return damage(record, checkpoint) is None and all(path.stat().st_mtime <= record.saved_at for path in files)
 
 
 def next_name(last_name: str | None, last_step: int, step: int, *, default: str) -> str:

@@ -7,16 +7,27 @@ frameworks order their checkpoint directories by modification time. `keepstep_ap
 
 import json
 import logging
-import os
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Final
+from contextlib import suppress
+from pathlib import Path, PurePosixPath
+from typing import Any, Final
 
-from keepstep.checkpoints.durable import sync_directory
+from keepstep.checkpoints.durable import sync_directory, write_durably
 from keepstep_api import names
 from keepstep_api.records import SUFFIX, Kind, Record, RecordedFile
 
-__all__ = ["Kind", "Record", "RecordedFile", "damage", "is_whole", "read_records", "remove_record", "write_record"]
+__all__ = [
+    "Kind",
+    "Record",
+    "RecordedFile",
+    "damage",
+    "decode_record",
+    "is_whole",
+    "read_record",
+    "read_records",
+    "remove_record",
+    "write_record",
+]
 
 _log: Final = logging.getLogger("keepstep")
 
@@ -24,37 +35,33 @@ _log: Final = logging.getLogger("keepstep")
 def write_record(directory: Path, record: Record) -> None:
     """Write a record durably, in place of the record of that name. Raises OSError."""
     directory.mkdir(parents=True, exist_ok=True)
-    path = directory / f"{record.name}{SUFFIX}"
-    temporary = directory / f".{record.name}.{record.save}.tmp"
+    write_durably(directory / f"{record.name}{SUFFIX}", record.encode())
+
+
+def read_record(directory: Path, name: str) -> Record | None:
+    """Return the record of this name; None if there is none that can be read. Says if there is one that cannot."""
+    path = directory / f"{name}{SUFFIX}"
     try:
-        with temporary.open("wb") as file:
-            file.write(record.encode())
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
-    sync_directory(directory)
+        return _decode(path)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+        # With the error's type, because a KeyError's text is only the key. Some errors' repr has all the bytes.
+        _log.warning("record skipped: path=%s error=%s: %s", path, type(error).__name__, error)
+        return None
 
 
 def read_records(directory: Path) -> Sequence[Record]:
     """Return every readable record, the newest first. An unreadable one is logged and left alone."""
-    found: list[Record] = []
-    for path in directory.glob(f"*{SUFFIX}"):
-        try:
-            found.append(_decode(path))
-        except FileNotFoundError:
-            continue
-        except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
-            # With the error's type, because a KeyError's text is only the key. Some errors' repr has all the bytes.
-            _log.warning("record skipped: path=%s error=%s: %s", path, type(error).__name__, error)
-    return sorted(found, key=lambda record: record.order, reverse=True)
+    read = (read_record(directory, path.name.removesuffix(SUFFIX)) for path in directory.glob(f"*{SUFFIX}"))
+    return sorted((record for record in read if record is not None), key=lambda record: record.order, reverse=True)
 
 
 def remove_record(directory: Path, name: str) -> None:
-    """Remove a record, if it is there. Raises OSError."""
-    (directory / f"{name}{SUFFIX}").unlink(missing_ok=True)
+    """Remove a record durably, if it is there. Raises OSError."""
+    with suppress(FileNotFoundError):
+        (directory / f"{name}{SUFFIX}").unlink()
+        sync_directory(directory)
 
 
 def damage(record: Record, checkpoint: Path) -> str | None:
@@ -83,24 +90,34 @@ def is_whole(record: Record, checkpoint: Path) -> bool:
 
 def _decode(path: Path) -> Record:
     value = json.loads(path.read_bytes())
+    record = decode_record(value)
+    # The name becomes a path that rotation may delete.
+    if f"{record.name}{SUFFIX}" != path.name:
+        raise ValueError(f"it names {record.name!r}")
+    return record
+
+
+def decode_record(value: Any) -> Record:
+    """Return the record that `Record.encode` wrote as this JSON value. Raises KeyError, TypeError or ValueError."""
     if value["format"] != names.RECORD_FORMAT:
         raise ValueError(f"it has format {value['format']}, this version of Keepstep reads {names.RECORD_FORMAT}")
     directory = value.get("directory") if isinstance(value, dict) else None
-    record = Record(
+    files = tuple(RecordedFile(path=str(file["path"]), size_bytes=int(file["size"])) for file in value["files"])
+    # Rotation deletes what these name.
+    if any(PurePosixPath(file.path).is_absolute() or ".." in PurePosixPath(file.path).parts for file in files):
+        raise ValueError("it names a file outside its checkpoint")
+    return Record(
         name=str(value["name"]),
         step=int(value["step"]),
         save=str(value["save"]),
         kind=Kind(value["kind"]),
         world_size=int(value["world_size"]),
         saved_at=float(value["saved_at"]),
-        files=tuple(RecordedFile(path=str(file["path"]), size_bytes=int(file["size"])) for file in value["files"]),
+        files=files,
         committed=bool(value.get("committed", False)),
         announced=bool(value.get("announced", False)),
         directory=None if directory is None else str(directory),
         ranks=tuple(int(rank) for rank in value.get("ranks", ())),
         others=tuple(str(path) for path in value.get("others", ())),
+        inode=int(value.get("inode", 0)),
     )
-    # The name becomes a path that rotation may delete.
-    if f"{record.name}{SUFFIX}" != path.name:
-        raise ValueError(f"it names {record.name!r}")
-    return record

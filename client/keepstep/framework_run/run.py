@@ -8,6 +8,7 @@ writes.
 import atexit
 import logging
 import os
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack
@@ -15,28 +16,41 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Final, NoReturn, TypeVar
 
-from keepstep.checkpoints.records import Kind, Record
+from keepstep.asynchronous_saves.background_writer import BackgroundSave, BackgroundWriter
+from keepstep.asynchronous_saves.save_functions import handing_in
+from keepstep.checkpoints.records import Kind, Record, read_records
 from keepstep.errors import KeepstepError
-from keepstep.framework_run.aside_saves import AsideSaves
 from keepstep.framework_run.background_writes import BackgroundWrites
-from keepstep.framework_run.checkpoints import FrameworkCheckpoints
+from keepstep.framework_run.quiet_folder import wait_until_quiet
 from keepstep.gate import Action
+from keepstep.publishing import Publication
+from keepstep.ranks.coordinator import PATIENCE_SECONDS
 from keepstep.resuming import SomeFiles, choose, choose_files
 from keepstep.session import PendingSave, Session
 from keepstep.settings import read_settings
 
 _log: Final = logging.getLogger("keepstep")
 _Result = TypeVar("_Result")
+_END_SECONDS: Final = 10.0
+"""Wait at the end for ranks that may have ended already."""
+_MOST_FROM_ONE_COPY: Final = 4
+"""How many checkpoints may be written from one copy: a step that stands still would have its memory grow."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Unannounced:
-    """A checkpoint that is saved. `behind`: its files are still being written."""
+@dataclass(slots=True, kw_only=True)
+class _Saved:
+    """A checkpoint that is saved, and not announced.
+
+    `publication` is None if it cannot be announced. `behind`: its files are being written behind the training.
+    `in_place`: it is there, on all ranks. `may_change`: the program may still add to it, or rename it.
+    """
 
     path: Path
-    step: int
-    behind: bool
+    publication: Publication | None
     claim: ExitStack
+    behind: BackgroundSave | None = None
+    in_place: bool = False
+    may_change: bool = False
 
 
 class FrameworkRun:
@@ -49,14 +63,26 @@ class FrameworkRun:
     def __init__(self) -> None:
         """Raises UsageError or VolumeError."""
         self._session = Session(read_settings(os.environ))
-        self._checkpoints = FrameworkCheckpoints(self._session)
         self._pending: PendingSave | None = None
         self._exit_asked = False
         self._given_up = False
         self._warned_of: set[Path] = set()
         self._writes = BackgroundWrites()
-        self._aside = AsideSaves(self._session, self._checkpoints)
-        self._unannounced: _Unannounced | None = None
+        self._writer = BackgroundWriter()
+        self._copied_step = -1
+        self._written_from_copy = 0
+        """How many checkpoints are written from the last copy."""
+        self._saved: _Saved | None = None
+        """What is not announced yet."""
+        self._last: _Saved | None = None
+        self._behind: set[Path] = set()
+        """Where checkpoints belong that are being written behind the training."""
+        self._waiting: tuple[threading.Thread, threading.Event] | None = None
+        """What announces the last checkpoint when its folder is quiet, and what makes it do so at once."""
+        self._follows_programs = False
+        """Whether a program saves in folders of its own. The same on all ranks."""
+        self._announced: Publication | None = None
+        """The last checkpoint that the program may still change."""
 
     @classmethod
     def current(cls) -> "FrameworkRun":
@@ -72,12 +98,6 @@ class FrameworkRun:
     def stopping(self) -> bool:
         """Whether the pod is ending and the just-in-time checkpoint is saved: leave then."""
         return self._session.stopping
-
-    @property
-    def asynchronous(self) -> bool:
-        """Whether `save_in_background` returns before the files are written. The same on all ranks."""
-        asked = FrameworkRun.asynchronous_by_program
-        return self._session.settings.asynchronous if asked is None else asked
 
     @property
     def checkpoint_directory(self) -> Path:
@@ -133,31 +153,35 @@ class FrameworkRun:
         return False
 
     def holds(self, path: Path) -> bool:
-        """Return whether `path` lies in the volume."""
-        return path.resolve().is_relative_to(self._session.settings.volume.resolve())
+        """Return whether `path` lies below the volume."""
+        return self._session.settings.volume.resolve() in path.resolve().parents
 
     def claimed(self, path: Path) -> AbstractContextManager[None]:
         """Claim a checkpoint while it is written: the agent's directory watch might take it for complete too early."""
         return self._session.claimed(path)
 
-    def announce(self, path: Path, step: int, kind: Kind | None = None) -> bool:
-        """Announce the checkpoint `path`, of which this rank has written its part. Waits until all ranks have.
+    def announce_written(self, path: Path, step: int, kind: Kind | None = None) -> bool:
+        """Announce the checkpoint `path`, which was written there without `save`. Waits until all ranks have it.
 
         `kind`: None for a periodic one. A save that a termination notice asked for is always just-in-time. Returns
         whether all ranks have announced it.
         """
+        self._announce_waiting()
+        self._announced = None
         pending = self._begin(path, step, kind, waiting=False)
         if pending is None:
             return False
         with self.claimed(path):
-            return self._checkpoints.announce(path, pending)
+            return Publication(self._session, pending, path).announce(pending.kind)
 
     def announce_when(self, future: "Future[Any]", path: Path, step: int, kind: Kind | None = None) -> None:
         """Announce the checkpoint from another thread once `future` is done. If it fails, announce nothing."""
+        self._announce_waiting()
         pending = self._begin(path, step, kind, waiting=False)
         if pending is None:
             return
 
+        self._announced = publication = Publication(self._session, pending, path)
         claim = ExitStack()
         claim.enter_context(self.claimed(path))
 
@@ -165,117 +189,263 @@ class FrameworkRun:
             if failure is not None:
                 _log.warning("checkpoint not announced, it could not be written: path=%s error=%s", path, failure)
             with claim:
-                self._checkpoints.announce(path, pending, written=failure is None)
+                if failure is None:
+                    publication.announce(pending.kind)
+                else:
+                    publication.withdraw()
 
-        # A thread inside the store's C++ when the interpreter ends would abort the process.
-        atexit.register(self.close)
+        self._close_at_exit()
         self._writes.follow(future, announce)
 
-    def save_aside(self, path: Path, step: int, write: Callable[[Path], object], *, elsewhere: bool = True) -> bool:
-        """Have `write` save this rank's part of `path` elsewhere, and move it to `path` when all ranks have theirs.
-
-        A process that is killed meanwhile leaves nothing that its framework or program would take for a checkpoint.
-        What cannot be announced or has no place there is written to `path` at once. Returns whether it is in place, to
-        be announced. Raises what `write` raises, and tells the other ranks. `elsewhere`: whether `write` can save to
-        another path.
-        """
-        if self._exit_asked and self.asynchronous:
-            self._unless_given_up(self._aside.make_time, otherwise=None)
-        self.wait()
-        pending = self._begin(path, step, None)
-        if pending is None or not elsewhere or not self._aside.has_room(path, pending):
-            self._pending = pending
-            self._write_in_place(path, step, write)
-            return True
-        in_place = self._aside.save(path, pending, write)
-        self._pending = pending
-        if not in_place:
-            self._abort_pending()
-        return in_place
-
-    def save_in_background(
+    def save(
         self,
         path: Path,
         step: int,
         write: Callable[[Path], object],
         *,
+        asynchronous: bool,
         elsewhere: bool = True,
-    ) -> None:
-        """As `save_aside`, but copy what `write` saves, and write it and move it behind the training.
+        recorded: bool = True,
+        program_folder: bool = False,
+        program_files_of: Path | None = None,
+    ) -> bool:
+        """Have `write` save this rank's part of `path` elsewhere, and move it to `path` when all ranks have theirs.
 
-        Call `announce_in_background` next. Whoever in this process touches `path` waits until the checkpoint is there.
+        A process that is killed meanwhile leaves nothing that its framework or program would take for a checkpoint.
+        What has no place elsewhere is written to `path` at once. Call `announce` or `leave_unannounced` next.
+
+        Args:
+            path: Where the checkpoint belongs.
+            step: Optimizer steps that are done.
+            write: Saves to the path that it gets.
+            asynchronous: Wait for a copy of what `write` saves, which is written and moved behind the training. A
+                just-in-time save never is: nothing goes on that could change the state.
+            elsewhere: Whether `write` can save to another path.
+            recorded: Whether training may resume from it.
+            program_folder: The folder is the program's own, which may add files to what it has saved, or rename it. If
+                training waits for the save, it is announced at the program's next save, at the end of training, or when
+                no file was added there for 2 s, whichever comes first.
+            program_files_of: The checkpoint before, for a save that the program does not know of: what it put into the
+                folder of that one is taken along.
+
+        Returns:
+            False if it is lost. True if it is in place, or is being written behind the training.
+
+        Raises:
+            OSError: This rank could not move it.
+            Exception: What `write` raises. The other ranks are told.
         """
-        claim = ExitStack()
-        with claim:
+        self._follows_programs |= program_folder
+        self._announce_waiting()
+        # Whatever becomes of this save, all ranks follow the same checkpoint from here on.
+        before, self._announced = self._announced, None
+        behind = asynchronous and not self._exit_asked
+        if self._exit_asked:
+            self._unless_given_up(lambda: self._session.make_time(self._writer), otherwise=None)
+        same_state = behind and step == self._copied_step and self._written_from_copy < _MOST_FROM_ONE_COPY
+        if not same_state:
+            self.wait()
+        with ExitStack() as claim:
             claim.enter_context(self.claimed(path))
-            if self._exit_asked and self.asynchronous:
-                # Nothing goes on that could change what is saved.
-                if self.save_aside(path, step, write, elsewhere=elsewhere):
-                    self._unannounced = _Unannounced(path=path, step=step, behind=False, claim=claim.pop_all())
-                return
-            if not self._aside.has_state(path, step):
-                self.wait()
             pending = self._begin(path, step, None)
-            behind = pending is not None and elsewhere and self.asynchronous and self._aside.has_room(path, pending)
-            if pending is not None and behind:
-                self._aside.save_in_background(path, pending, write)
-            else:
+            publication = None if pending is None else Publication(self._session, pending, path)
+            self._saved = saved = _Saved(
+                path=path, publication=publication, claim=claim, may_change=program_folder and not behind
+            )
+            if publication is None or pending is None or not elsewhere or not publication.begin():
                 self.wait()
-                self._pending = pending
-                self._write_in_place(path, step, write)
-            self._unannounced = _Unannounced(path=path, step=step, behind=behind, claim=claim.pop_all())
+                self._write(saved, write, path)
+                saved.in_place = True
+            elif behind:
+                self._save_behind(saved, publication, write, same_state=same_state, recorded=recorded)
+                self._copied_step = step
+                self._session.goes_on(pending)
+            else:
+                self._write(saved, write, publication.written)
+                if before is not None and before.saved_at == program_files_of:
+                    # It may have been renamed.
+                    program_files_of = before.path
+                saved.in_place = publication.place(recorded=recorded, program_files_of=program_files_of)
+                if publication.failure is not None:
+                    publication.discard()
+                    raise publication.failure
+            self._last = saved
+            saved.claim = claim.pop_all()
+            return saved.in_place or saved.behind is not None
+
+    def _save_behind(
+        self,
+        saved: _Saved,
+        publication: Publication,
+        write: Callable[[Path], object],
+        *,
+        same_state: bool,
+        recorded: bool,
+    ) -> None:
+        """As `save`. A second checkpoint of one step shares the copy of the first, as far as that is still the same."""
+        saved.behind = self._writer.begin(publication.folder, same_state=same_state)
+        self._written_from_copy = self._written_from_copy + 1 if same_state else 1
+        with handing_in(saved.behind):
+            self._write(saved, write, publication.written)
+
+        def place(failure: BaseException | None) -> None:
+            if failure is not None:
+                _log.warning("checkpoint lost, training goes on: path=%s error=%r", saved.path, failure)
+            saved.in_place = publication.place(written=failure is None, recorded=recorded)
+            self._behind.discard(saved.path)
+
+        self._behind.add(saved.path)
+        saved.behind.then(place)
+
+    def _write(self, saved: _Saved, write: Callable[[Path], object], path: Path) -> None:
+        try:
+            write(path)
+        except BaseException:
+            self._saved, publication = None, saved.publication
+            if publication is not None and path == publication.written:
+                publication.place(written=False)
+            elif publication is not None:
+                publication.withdraw()
+            raise
+
+    def announce(self, kind: Kind | None = None, *, then: Callable[[bool], object] = lambda _: None) -> None:
+        """Announce what `save` saved, once it is in place; without waiting if it was asynchronous.
+
+        `kind` as for `announce_written`. `then`: called after that, perhaps in another thread, with whether it was
+        announced; not if it is lost.
+        """
+        saved = self._saved
+        if saved is None or not saved.may_change or not saved.in_place or self._exit_asked:
+            self._announce(self._kind(kind), then)
+        else:
+            self._saved = None
+            self._announce_later(saved, self._kind(kind), then)
+
+    def leave_unannounced(self) -> None:
+        """Do not announce what `save` saved. It gets its place all the same."""
+        self._announce(None, lambda _: None)
+
+    def _announce(self, kind: Kind | None, then: Callable[[bool], object]) -> None:
+        saved, self._saved = self._saved, None
+        if saved is None:
+            return
+
+        def announce(_: BaseException | None) -> None:
+            publication = saved.publication
+            with saved.claim:
+                if not saved.in_place:
+                    return
+                if publication is not None and kind is None:
+                    publication.withdraw()
+                then(publication is not None and kind is not None and publication.announce(kind))
+                if publication is not None:
+                    publication.forget_deleted()
+
+        if saved.behind is None:
+            announce(None)
+        else:
+            saved.behind.then(announce)
+
+    def announce_written_when_quiet(self, path: Path, step: int, is_own: Callable[[str], bool]) -> None:
+        """Announce a periodic checkpoint that was written without `save` in a folder of the program's own.
+
+        When, as for `save`. `is_own`: whether a file there is one of the checkpoint's, by its relative path.
+        """
+        self._follows_programs = True
+        self._announce_waiting()
+        pending = self._begin(path, step, None, waiting=False)
+        if pending is None:
+            return
+        publication = Publication(self._session, pending, path, is_own=is_own)
+        claim = ExitStack()
+        claim.enter_context(self.claimed(path))
+        self._announce_later(_Saved(path=path, publication=publication, claim=claim), self._kind(None), lambda _: None)
+
+    def _announce_later(self, saved: _Saved, kind: Kind, then: Callable[[bool], object]) -> None:
+        publication = saved.publication
+        if publication is None:
+            saved.claim.close()
+            return
+        publication.goes_on()
+        wait_no_more = threading.Event()
+
+        def announce() -> None:
+            wait_until_quiet(saved.path, wait_no_more)
+            with saved.claim:
+                then(publication.announce(kind))
+                publication.forget_deleted()
+
+        thread = threading.Thread(target=announce, name="keepstep-announce", daemon=True)
+        self._waiting = thread, wait_no_more
+        self._announced = publication
+        self._close_at_exit()
+        thread.start()
+
+    def _close_at_exit(self) -> None:
+        # A thread inside the store's C++ when the interpreter ends would abort the process.
+        atexit.unregister(self.close)
+        atexit.register(self.close)
+
+    @classmethod
+    def announce_before_ranks_part(cls) -> None:
+        """Announce what waits for its folder to be quiet, before the program ends what the ranks agree by."""
+        if cls._current is not None:
+            cls._current._announce_waiting()
+
+    def _announce_waiting(self, *, seconds: float = PATIENCE_SECONDS) -> None:
+        """Announce what still waits for its folder to be quiet, and once more what was changed after it was announced.
+
+        `seconds`: how long to wait for ranks that may be gone.
+        """
+        if self._waiting is not None:
+            thread, wait_no_more = self._waiting
+            wait_no_more.set()
+            thread.join(seconds)
+            self._waiting = None
+        if not self._follows_programs:
+            return
+        announced = self._announced
+        # On all ranks, also where a save has failed: the number is part of the ids of later saves.
+        key = f"unchanged/{self._session.next_number()}"
+        is_unchanged = announced is None or not announced.was_changed()
+
+        def agree() -> bool | None:
+            return self._session.context().coordinator.agree(key, is_unchanged, seconds=seconds)
+
+        if self._unless_given_up(agree, otherwise=None) is False and announced is not None:
+            pending = self._session.begin(announced.step, Kind.PERIODIC, waiting=False)
+            self._announced = announced.again(pending)
+            self._announced.announce(Kind.PERIODIC)
+
+    def is_asynchronous(self, *, by_default: bool) -> bool:
+        """Whether saves are asynchronous: as the program or its environment says, else `by_default`."""
+        asked = FrameworkRun.asynchronous_by_program
+        asked = self._session.settings.asynchronous if asked is None else asked
+        return by_default if asked is None else asked
 
     def expect_saves(self, model: Any = None) -> None:
-        """Prepare for `save_in_background`, before training, in a rank that will have the training's state to write.
+        """Prepare for asynchronous saves, before training, in a rank that will have the training's state to write.
 
         `model`: a torch module that is saved beside what the optimizers train, where they train copies of it.
         """
-        if self.asynchronous:
-            self._aside.expect(model)
-
-    def announce_in_background(
-        self, kind: Kind | None = None, *, then: Callable[[bool], object] = lambda _: None
-    ) -> None:
-        """Announce what `save_in_background` saved, once it is in place, without waiting. `kind` as for `announce`.
-
-        `then`: called after that, perhaps in another thread, with whether it was announced; not if it is lost.
-        """
-        saved, self._unannounced = self._unannounced, None
-        if saved is not None and saved.behind:
-            self._aside.announce(self._kind(kind), then, saved.claim.close)
-        elif saved is not None:
-            with saved.claim:
-                then(self.announce(saved.path, saved.step, kind))
-
-    def leave_unannounced(self) -> None:
-        """Do not announce what `save_in_background` saved. It gets its name all the same."""
-        saved, self._unannounced = self._unannounced, None
-        if saved is not None and saved.behind:
-            self._aside.announce(None, lambda _: None, saved.claim.close)
-        elif saved is not None:
-            saved.claim.close()
-            self._abort_pending()
+        self._writer.expect(model)
 
     def when_saved(self, work: Callable[[], object]) -> None:
         """Call `work` when what was saved last is announced, perhaps in another thread; not if it is lost."""
-        self._aside.when_saved(work)
+        last = self._last
+        if last is None or (last.behind is None and last.in_place):
+            work()
+        elif last.behind is not None:
+            last.behind.then(lambda _: work() if last.in_place else None)
+
+    def wait_for(self, path: Path) -> None:
+        """Wait until `path` is in place, if it is being written."""
+        if path in self._behind:
+            self.wait()
 
     def wait(self) -> None:
         """Wait until what was saved last is in place, and announced as far as it is to be."""
-        self._aside.wait()
-
-    def _write_in_place(self, path: Path, step: int, write: Callable[[Path], object]) -> None:
-        try:
-            write(path)
-        except BaseException as error:
-            self.announce_failed(error, path, step)
-            raise
-
-    def announce_failed(self, error: BaseException, path: Path, step: int) -> None:
-        """Tell the other ranks that this one could not write its part: they would wait for it."""
-        failed: Future[Any] = Future()
-        failed.set_exception(error)
-        self.announce_when(failed, path, step)
+        self._writer.wait()
 
     def same(self, step: int, value: object) -> bool:
         """Return whether `value` is the same on all ranks, such as how many batches an evaluation after `step` has."""
@@ -292,15 +462,17 @@ class FrameworkRun:
 
     def recorded_step(self, path: Path) -> int | None:
         """Return the step of a checkpoint that Keepstep recorded or restored; None for any other."""
-        return self._checkpoints.recorded_step(path)
+        local = self._session.context().local
+        records = read_records(local.records)
+        return next((record.step for record in records if local.place(record).resolve() == path.resolve()), None)
 
     def newest(self) -> Path | None:
         """Return the checkpoint to resume from, the same on all ranks; None to start from step 0.
 
         Raises SystemExit when the pod is ending, and when the ranks cannot choose a checkpoint.
         """
-        chosen = self._chosen(lambda: choose(self._session, self._checkpoints.whole))
-        return None if chosen is None else self._checkpoints.place(chosen)
+        chosen = self._chosen(lambda: choose(self._session, self._whole))
+        return None if chosen is None else self._session.context().local.place(chosen)
 
     def newest_files(self, needed: Callable[[Sequence[str], Sequence[int]], Sequence[str]]) -> SomeFiles | None:
         """As `newest`, for a framework whose ranks read files of their own.
@@ -310,15 +482,16 @@ class FrameworkRun:
 
         def choose_some() -> SomeFiles | Record | None:
             ranks = self._session.context().coordinator.ranks
-            return choose_files(
-                self._session, self._checkpoints.whole, lambda files: needed(files, ranks.pod or (ranks.rank,))
-            )
+            return choose_files(self._session, self._whole, lambda files: needed(files, ranks.pod or (ranks.rank,)))
 
         chosen = self._chosen(choose_some)
         if not isinstance(chosen, Record):
             return chosen
-        place = self._checkpoints.place(chosen)
+        place = self._session.context().local.place(chosen)
         return SomeFiles(place=place, directory=place, files=())
+
+    def _whole(self) -> Sequence[Record]:
+        return self._session.context().local.whole(by_framework=True)
 
     def _chosen(self, ask_ranks: Callable[[], _Result]) -> _Result:
         try:
@@ -344,7 +517,9 @@ class FrameworkRun:
 
     def _shut(self) -> None:
         self.leave_unannounced()
-        self.wait()
+        self._writer.close()
+        self._announce_waiting(seconds=_END_SECONDS)
+        self._announced = None
         self._writes.wait()
         self._abort_pending()
         atexit.unregister(self.close)

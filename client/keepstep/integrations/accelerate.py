@@ -100,8 +100,10 @@ class _Loop:
 
     def save_state(self, output_dir: Any = None, *arguments: Any, **named: Any) -> Any:
         run = self._acting_run()
-        place = self._next_automatic() if self._project.automatic_checkpoint_naming else output_dir
-        if run is None or place is None:
+        automatic = self._project.automatic_checkpoint_naming
+        place = self._next_automatic() if automatic else output_dir
+        if run is None or place is None or (automatic and place.exists()):
+            # Accelerate itself says why it does not save over a checkpoint of its own naming.
             return self._save_state(output_dir, *arguments, **named)
         path, step = Path(place).absolute(), self.step
 
@@ -111,14 +113,24 @@ class _Loop:
             else:
                 self._write(aside, *arguments, **named)
 
-        run.save_in_background(path, step, write)
-        run.announce_in_background(then=lambda _: self._delete_old())
-        self._place, self._place_step, self._arguments = path, step, named
+        asynchronous = run.is_asynchronous(by_default=False)
+        # The program's hooks are told where to, and may note it.
+        elsewhere = not self._accelerator._save_model_state_pre_hook
+        is_saved = run.save(path, step, write, asynchronous=asynchronous, elsewhere=elsewhere, program_folder=True)
+        if not asynchronous:
+            self._delete_old()
+        run.announce(then=lambda _: self._delete_old() if asynchronous else None)
+        if is_saved:
+            self._place, self._place_step, self._arguments = path, step, named
         return Path(place)
 
     def load_state(self, input_dir: Any = None, *arguments: Any, **named: Any) -> Any:
         run = self._acting_run()
-        newest = run.newest() if run is not None and input_dir is None else None
+        if run is not None:
+            run.wait()
+        # After the first save or load, the program goes back to what it has saved itself.
+        resumes = input_dir is None and self._place is None
+        newest = run.newest() if run is not None and resumes else None
         result = self._load_state(input_dir if newest is None else str(newest), *arguments, **named)
         if run is not None:
             self._loaded(run, newest or (None if input_dir is None else Path(input_dir).expanduser()))
@@ -183,7 +195,8 @@ class _Loop:
         if _training is not None and owns(Owner.ACCELERATE):
             _log.warning("an earlier Accelerator is no longer protected: the one that prepared an optimizer last is")
         _training = self
-        if self._accelerator.is_main_process or self._deepspeed_engine is not None:
+        saves = self._accelerator.is_main_process or self._deepspeed_engine is not None
+        if saves and self._run.is_asynchronous(by_default=False):
             self._run.expect_saves()
 
     def _acting_run(self) -> FrameworkRun | None:
@@ -194,9 +207,17 @@ class _Loop:
     def _save_now(self, run: FrameworkRun, step: int) -> None:
         path = self._next_place(run, step)
         try:
-            with run.claimed(path):
-                if run.save_aside(path, step, functools.partial(self._write, **self._arguments)):
-                    run.announce(path, step)
+            write = functools.partial(self._write, **self._arguments)
+            if not run.save(
+                path,
+                step,
+                write,
+                asynchronous=False,
+                program_folder=True,
+                program_files_of=self._place,
+            ):
+                return
+            run.announce()
         except Exception as error:
             _log.warning("checkpoint lost: step=%d error=%s", step, reason(error))
             return

@@ -22,9 +22,10 @@ from types import ModuleType
 from typing import Any, Final
 
 from keepstep.autoload.post_import import reason, warn
-from keepstep.checkpoints.local_checkpoints import SAVING
 from keepstep.framework_run import FrameworkRun
+from keepstep.integrations import process_group
 from keepstep.integrations.ownership import Owner, owns
+from keepstep_api import names
 
 _log: Final = logging.getLogger("keepstep")
 _PACKAGE: Final = "torch.distributed.checkpoint"
@@ -36,8 +37,14 @@ _Tell = Callable[[FrameworkRun, Any, Path, int], object]
 def autoload(module: ModuleType) -> None:
     """Wrap the functions of `torch.distributed.checkpoint.state_dict_saver`; idempotent."""
     if not hasattr(module.save, "__keepstep__"):
-        _replace(module, "save", lambda run, metadata, path, step: run.announce(path, step))
+        _replace(module, "save", lambda run, metadata, path, step: run.announce_written_when_quiet(path, step, _is_own))
         _replace(module, "async_save", _announce_when_written)
+        process_group.announce_before_it_ends()
+
+
+def _is_own(file: str) -> bool:
+    """Whether a file of a checkpoint's folder is one of torch.distributed.checkpoint, and not of the program."""
+    return file.endswith((".distcp", ".metadata"))
 
 
 def _announce_when_written(run: FrameworkRun, answer: Any, path: Path, step: int) -> None:
@@ -92,7 +99,7 @@ def _path(arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Path | Non
     if place is None or "://" in str(place):
         return None
     path = Path(place).absolute()
-    return None if any(part.startswith(SAVING) for part in path.parts) else path
+    return None if any(part.startswith(names.SAVING_PREFIX) for part in path.parts) else path
 
 
 def _saved_by_all(keywords: Mapping[str, Any]) -> bool:

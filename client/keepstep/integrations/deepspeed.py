@@ -19,6 +19,7 @@ from keepstep.checkpoints.local_checkpoints import next_name
 from keepstep.errors import ErrorKind, KeepstepError, RestoreError
 from keepstep.framework_run import FrameworkRun
 from keepstep.gate import Action
+from keepstep.integrations import process_group
 from keepstep.integrations.ownership import Owner, claim, owns, protect_new
 from keepstep.private_members import require
 from keepstep.workers import worker_processes
@@ -42,13 +43,15 @@ def install(engine: Any) -> None:
         _log.warning("DeepSpeed is not protected: error=%s hint=%s", error, error.hint)
         return
     worker_processes.install()
+    process_group.announce_before_it_ends()
     training.attach()
     claim(Owner.DEEPSPEED)
     if _current is not None and owns(Owner.DEEPSPEED):
         _log.warning("an earlier DeepSpeedEngine is no longer protected: the one that was made last is")
     _current = training
-    # ZeRO's optimizers train a copy of the model, and rank 0 saves both.
-    training.run.expect_saves(engine.module if engine.global_rank == 0 else None)
+    if training.run.is_asynchronous(by_default=False):
+        # ZeRO's optimizers train a copy of the model, and rank 0 saves both.
+        training.run.expect_saves(engine.module if engine.global_rank == 0 else None)
 
 
 def autoload(module: ModuleType) -> None:
@@ -69,6 +72,8 @@ class _Training:
         self._background = _writes_in_background(engine.checkpoint_engine)
         self._warned = False
         self._asked_step: int | None = None
+        self._saves_now = False
+        """Whether this is a save that the program does not know of."""
         self._has_training_mode = False
         self._own_keys = None if hasattr(engine, "_common_checkpoint_state") else _keys_before_0_19()
         try:
@@ -112,10 +117,19 @@ class _Training:
             self._save(directory, tag, client_state, *arguments, **named)
 
         # A tag may have folders in it.
-        self.run.save_in_background(path, step, write, elsewhere=path.name == tag)
-        self.run.announce_in_background()
-        self._place, self._place_step = path, step
-        self._client_state, self._client_step = client_state, step
+        is_saved = self.run.save(
+            path,
+            step,
+            write,
+            asynchronous=self.run.is_asynchronous(by_default=False),
+            elsewhere=path.name == tag,
+            program_folder=True,
+            program_files_of=self._place if self._saves_now else None,
+        )
+        self.run.announce()
+        if is_saved:
+            self._place, self._place_step = path, step
+            self._client_state, self._client_step = client_state, step
         return True
 
     def load_checkpoint(self, load_dir: Any, tag: Any = None, *arguments: Any, **named: Any) -> Any:
@@ -123,7 +137,11 @@ class _Training:
 
         Loading the weights alone begins a training and continues none.
         """
-        resumes = self._acts and tag is None and not named.get("load_module_only") and not self._universal
+        if self._acts:
+            self.run.wait()
+        # After the first save or load, the program goes back to what it has saved itself.
+        is_first = self._place is None
+        resumes = self._acts and tag is None and is_first and not named.get("load_module_only") and not self._universal
         # Then it reads more than each rank's own shares.
         reads_all = arguments or not named.get("load_optimizer_states", True) or self._engine.zero_elastic_checkpoint()
         newest = self.run.newest_files(functools.partial(self._needed, bool(reads_all))) if resumes else None
@@ -203,10 +221,13 @@ class _Training:
         client_state, passed_at = self._programs_client_state(), self._client_step
         if client_state and passed_at != step:
             _log.warning("the saved client_state is of an earlier step: step=%d passed_at=%s", step, passed_at)
+        self._saves_now = True
         try:
             self._engine.save_checkpoint(str(directory), tag, client_state)
         except Exception as error:
             _log.warning("checkpoint lost: step=%d error=%s", step, reason(error))
+        finally:
+            self._saves_now = False
 
     def _programs_client_state(self) -> dict[str, Any]:
         """Return the program's part of the client state.

@@ -45,6 +45,25 @@ def autoload(module: Any) -> None:
     module.init_process_group = init_process_group
 
 
+def announce_before_it_ends() -> None:
+    """Have checkpoints announced before the program destroys the group by whose store the ranks agree. Idempotent."""
+    module: Any = sys.modules.get("torch.distributed.distributed_c10d")
+    original = getattr(module, "destroy_process_group", None)
+    if original is None or hasattr(original, "__keepstep__"):
+        return
+
+    @functools.wraps(original)
+    def destroy_process_group(*arguments: Any, **keywords: Any) -> Any:
+        FrameworkRun.announce_before_ranks_part()
+        return original(*arguments, **keywords)
+
+    destroy_process_group.__keepstep__ = True  # type: ignore[attr-defined]
+    package: Any = sys.modules.get("torch.distributed")
+    if getattr(package, "destroy_process_group", None) is original:
+        package.destroy_process_group = destroy_process_group
+    module.destroy_process_group = destroy_process_group
+
+
 _brought = False
 
 

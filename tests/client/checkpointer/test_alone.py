@@ -40,7 +40,7 @@ def test_what_was_saved_is_resumed_from(make: Make, directory: Path) -> None:
 def test_nothing_has_the_final_name_before_the_block_ends(make: Make, directory: Path) -> None:
     with make().save(3) as path:
         (path / "state").write_text("x")
-        assert all(name.startswith(".saving-checkpoint-3-") for name in visible(directory))
+        assert all(name.startswith(".saving-") for name in visible(directory))
     assert visible(directory) == ["checkpoint-3"]
 
 
@@ -152,15 +152,9 @@ def test_a_damaged_checkpoint_does_not_count_as_kept(make: Make, directory: Path
     assert (directory / "checkpoint-1").exists()
 
 
-def test_a_kill_between_the_two_renames_of_a_replacement_loses_nothing(make: Make, directory: Path) -> None:
-    save(make(), 5)
-    (directory / "checkpoint-5").rename(directory / ".replaced-checkpoint-5-0badf00d")
-    assert make().resume() == directory / "checkpoint-5"
-
-
 def test_leftovers_of_a_killed_process_are_removed_at_the_next_start(make: Make, directory: Path) -> None:
     save(make(), 5)
-    for name in (".saving-checkpoint-6-0badf00d", ".removing-checkpoint-4-0badf00d", ".replaced-checkpoint-5-0badf00d"):
+    for name in (".saving-0badf00d-c000001", ".removing-checkpoint-4-0badf00d"):
         (directory / name).mkdir()
         (directory / name / "state").write_text("x")
     make().resume()

@@ -54,7 +54,7 @@ def framework() -> None:
             path = run.checkpoint_directory / f"checkpoint-{step}"
             path.mkdir(exist_ok=True)
             (path / f"rank-{RANK}").touch()
-            run.announce(path, step)
+            run.announce_written(path, step)
             run.leave()
 
 

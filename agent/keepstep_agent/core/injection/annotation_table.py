@@ -281,9 +281,10 @@ OWN: Final = (
     ),
     AnnotationField(
         name="asynchronous-saves",
-        default="`true`",
-        help="`false` makes the training wait until each checkpoint is written, and not only for a copy of it. The "
-        "copy takes memory of the trainer's container, see [trainers](trainers.md#saving-while-training-goes-on).",
+        default="the framework's",
+        help="`true`: training waits only for a copy of each checkpoint, with every framework; the copy takes memory "
+        "of the trainer's container. `false`: until it is written. "
+        "[Each framework has its default](trainers.md#saving-while-training-goes-on).",
     ),
     AnnotationField(
         name="temporary-files",

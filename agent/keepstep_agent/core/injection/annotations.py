@@ -103,7 +103,7 @@ def _read(reader: _Reader, defaults: InjectionDefaults) -> Injection:
         in_memory=reader.take("medium", values.is_memory, False),
         grace_seconds=grace_seconds,
         autoload=reader.take("autoload", values.boolean, False),
-        asynchronous_saves=reader.take("asynchronous-saves", values.boolean, True),
+        asynchronous_saves=reader.take("asynchronous-saves", values.boolean, None),
         temporary_files=reader.take("temporary-files", values.boolean, False),
         cpu=reader.take("cpu", values.amount, ""),
         memory=reader.take("memory", values.memory, ""),

@@ -92,7 +92,8 @@ class Injection:
     in_memory: bool = False
     grace_seconds: int = 120
     autoload: bool = False
-    asynchronous_saves: bool = True
+    asynchronous_saves: bool | None = None
+    """None: as the framework has it."""
     temporary_files: bool = False
     cpu: str = ""
     memory: str = ""

@@ -71,8 +71,9 @@ def _variables(
         {"name": names.ENV_GRPC_FORK_HANDLERS, "value": "0"},
         {"name": "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "value": str(shutdown_seconds)},
     ]
-    if not injection.asynchronous_saves:
-        entries.append({"name": names.ENV_ASYNCHRONOUS_SAVES, "value": "false"})
+    if injection.asynchronous_saves is not None:
+        value = "true" if injection.asynchronous_saves else "false"
+        entries.append({"name": names.ENV_ASYNCHRONOUS_SAVES, "value": value})
     if injection.temporary_files:
         entries.append({"name": "TMPDIR", "value": place.mount_path})
     return entries

@@ -29,6 +29,8 @@ from keepstep.integrations.ownership import Owner, owns
 from keepstep.private_members import require
 
 _log: Final = logging.getLogger("keepstep")
+_SAVING: Final = ("_save_checkpoint", "save_model", "_save", "_save_optimizer_and_scheduler", "_save_rng_state")
+"""The methods of a Trainer that save a part of a checkpoint."""
 
 
 def remove_own_just_in_time(callback_handler: Any) -> None:
@@ -138,7 +140,7 @@ class Protection(TrainerCallback):  # type: ignore[misc]  # transformers may not
         self._announce()
         if self._save_asked:
             self._save_asked = False
-            self._save()
+            self._save_unasked()
         if self._is_last or control.should_training_stop:
             # What follows loads the best checkpoint, and deletes some.
             run.wait()
@@ -154,7 +156,7 @@ class Protection(TrainerCallback):  # type: ignore[misc]  # transformers may not
             raise _EvaluationLeftError
 
     def save(self, save: Callable[..., None], /, *arguments: Any, **keywords: Any) -> None:
-        """Replaces Trainer._save_checkpoint: copies what it saves, and has it written behind the training.
+        """Replaces Trainer._save_checkpoint: has the checkpoint written aside, and behind the training if nobody looks.
 
         If it fails on one rank, the others are told, and stop waiting.
         """
@@ -167,20 +169,20 @@ class Protection(TrainerCallback):  # type: ignore[misc]  # transformers may not
             with self._saving_into(path.parent, checkpoint.parent):
                 save(*arguments, **keywords)
 
-        run.save_in_background(
-            checkpoint,
-            self._step,
-            write,
-            elsewhere=not self._trainer.args.push_to_hub and self._can_save_elsewhere(),
-        )
-        self._saved_step = self._step
+        asynchronous = self._asynchronous(run)
+        elsewhere = not self._trainer.args.push_to_hub and self._can_save_elsewhere(asynchronous=asynchronous)
+        if run.save(checkpoint, self._step, write, asynchronous=asynchronous, elsewhere=elsewhere):
+            self._saved_step = self._step
+        if not asynchronous:
+            # Callbacks that look at the new checkpoint come next.
+            self._rotate(checkpoint.parent)
 
     def _announce(self) -> None:
         """Announce the checkpoint: this rank has saved its files, and other callbacks have added theirs."""
         run, directory = self._run, self._checkpoint.parent
         if run is not None:
             kind = Kind.FINAL if self._is_last else None
-            run.announce_in_background(kind, then=lambda _: self._rotate(directory) if run.asynchronous else None)
+            run.announce(kind, then=lambda _: self._rotate(directory) if self._asynchronous(run) else None)
 
     def _begin(self) -> FrameworkRun | None:
         """Return the run; None when this training is not protected."""
@@ -200,7 +202,8 @@ class Protection(TrainerCallback):  # type: ignore[misc]  # transformers may not
         # Only says so: what Keepstep has saved lies in the volume in any case.
         run.protects(Path(trainer.args.output_dir) / "checkpoint-*")
         run.hold_sigterm()
-        if trainer.args.should_save or trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
+        saves = trainer.args.should_save or trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled
+        if saves and self._asynchronous(run):
             run.expect_saves()
         return run
 
@@ -282,12 +285,16 @@ class Protection(TrainerCallback):  # type: ignore[misc]  # transformers may not
         if evaluation_due:
             # Of several data sets, the first ones may be evaluated already. The resumed run evaluates them again.
             state.log_history = [entry for entry in state.log_history if not _is_evaluation(entry, self._step)]
+        # If it is lost, this is the best that remains: all ranks leave, and the checkpoint before this one is there.
+        self._save_unasked()
+        self._leave(run)
+
+    def _save_unasked(self) -> None:
+        """Save, where the program does not know of it: an error costs the checkpoint alone."""
         try:
             self._save()
         except Exception as error:
-            # This is the best that remains: all ranks leave, and the checkpoint before this one is there.
             _log.warning("checkpoint lost: step=%d error=%s", self._step, reason(error))
-        self._leave(run)
 
     def _save(self) -> None:
         """Save this step, unless it is saved already: an agent may be uploading those files.
@@ -310,12 +317,13 @@ class Protection(TrainerCallback):  # type: ignore[misc]  # transformers may not
             finally:
                 self._own_save = False
 
-        with run.claimed(checkpoint):
-            if run.save_aside(checkpoint, self._step, write, elsewhere=self._can_save_elsewhere()):
-                with self._saving_into(checkpoint.parent, checkpoint.parent):
-                    trainer.control = trainer.callback_handler.on_save(trainer.args, trainer.state, trainer.control)
-                run.announce(checkpoint, self._step, Kind.FINAL if self._is_last else None)
-                self._saved_step = self._step
+        elsewhere = self._can_save_elsewhere(asynchronous=False)
+        if not run.save(checkpoint, self._step, write, asynchronous=False, elsewhere=elsewhere):
+            return
+        with self._saving_into(checkpoint.parent, checkpoint.parent):
+            trainer.control = trainer.callback_handler.on_save(trainer.args, trainer.state, trainer.control)
+        run.announce(Kind.FINAL if self._is_last else None)
+        self._saved_step = self._step
 
     @contextmanager
     def _saving_into(self, directory: Path, place: Path) -> Iterator[None]:
@@ -339,13 +347,31 @@ class Protection(TrainerCallback):  # type: ignore[misc]  # transformers may not
             del trainer._get_output_dir, state.save_to_json
             name_later_place()
 
-    def _can_save_elsewhere(self) -> bool:
-        """Whether all that saves asks where to: another's method may add files to where a checkpoint usually lies."""
-        owner = next(cls for cls in type(self._trainer).__mro__ if "_save_checkpoint" in vars(cls))
-        known = owner.__module__.partition(".")[0] in ("transformers", "trl")
-        if not known and not self._said and self._run is not None and self._run.asynchronous:
+    def _asynchronous(self, run: FrameworkRun) -> bool:
+        """Whether training goes on while a checkpoint is written. By default only if no callback may look at it."""
+        trainer = self._trainer
+        callbacks = (type(one) for one in trainer.callback_handler.callbacks if one is not self and _may_look(one))
+        # A Trainer of the program's own may look at any time.
+        own = () if _is_from_libraries(type(trainer)) else (type(trainer),)
+        looking = next((cls.__qualname__ for cls in (*callbacks, *own)), None)
+        asynchronous = run.is_asynchronous(by_default=looking is None)
+        if looking is not None and not asynchronous:
+            self._say_once(f"training waits for each checkpoint: {looking} may look at it")
+        return asynchronous
+
+    def _say_once(self, what: str) -> None:
+        if not self._said:
             self._said = True
-            _log.info("training waits for each checkpoint: %s has a method of its own to save it", owner.__qualname__)
+            _log.info("%s", what)
+
+    def _can_save_elsewhere(self, *, asynchronous: bool) -> bool:
+        """Whether no method of the program's saves: it may add files to where a checkpoint usually lies, or note it."""
+        owner = next(cls for cls in type(self._trainer).__mro__ if any(name in vars(cls) for name in _SAVING))
+        known = _is_from_libraries(owner)
+        if not known and asynchronous:
+            self._say_once(
+                f"training waits for each checkpoint: {owner.__qualname__} has a method of its own to save it"
+            )
         return known
 
     def _rotate(self, directory: Path) -> None:
@@ -374,6 +400,20 @@ class Protection(TrainerCallback):  # type: ignore[misc]  # transformers may not
         except Exception as error:
             _log.warning("a callback failed at the end of training: error=%s", reason(error))
         run.leave()
+
+
+def _is_from_libraries(cls: type) -> bool:
+    """Whether the program has not made this class."""
+    return cls.__module__.partition(".")[0] in ("transformers", "trl")
+
+
+def _may_look(callback: Any) -> bool:
+    """Whether this callback may look at a checkpoint: one of the program's, or of a library's with an `on_save`."""
+    if not _is_from_libraries(type(callback)):
+        return True
+    # W&B's uploads checkpoints only if it is asked to.
+    is_on = getattr(getattr(callback, "_log_model", None), "is_enabled", True)
+    return type(callback).on_save is not TrainerCallback.on_save and bool(is_on)
 
 
 def _evaluation_strategy(arguments: Any) -> str:

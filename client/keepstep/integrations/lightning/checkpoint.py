@@ -22,6 +22,8 @@ from keepstep.private_members import require
 _log: Final = logging.getLogger("keepstep")
 _BEGUN: Final = {"ready": 1, "started": 1, "processed": 0, "completed": 0}
 """Lightning's counters of an evaluation that is in its first batch."""
+_QUIET_HOOKS: Final = ("on_save_checkpoint", "on_load_checkpoint", "on_fit_start")
+"""Hooks of a model that come before the first save, or within one."""
 _RANDOM_STATES: Final = "keepstep_random_states"
 """The key in a checkpoint."""
 
@@ -207,6 +209,36 @@ def _write(checkpoint: dict[str, Any], target: Any) -> None:
 def can_be_elsewhere(trainer: Any) -> bool:
     """Whether a checkpoint can be written to another path than Lightning's, and to its own later."""
     return type(trainer.strategy.checkpoint_io).__name__ == "TorchCheckpointIO"
+
+
+def nobody_looks(trainer: Any) -> bool:
+    """Whether it is known of callbacks, loggers and the model's hooks that they look at no new checkpoint."""
+    has_hooks = any(
+        name.startswith("on_") and name not in _QUIET_HOOKS
+        for cls in type(trainer.lightning_module).__mro__
+        if not _is_from_lightning(cls)
+        for name in vars(cls)
+    )
+    looks = any(map(_may_look, trainer.callbacks)) or any(map(_uses_checkpoints, trainer.loggers))
+    return not has_hooks and not looks
+
+
+def _is_from_lightning(cls: type) -> bool:
+    return cls.__module__.partition(".")[0] in ("lightning", "pytorch_lightning")
+
+
+def _may_look(callback: Any) -> bool:
+    is_ours = type(callback).__module__.startswith("keepstep.")
+    # What a LambdaCallback calls is the program's.
+    return not is_ours and (not _is_from_lightning(type(callback)) or _is_a(callback, "LambdaCallback"))
+
+
+def _uses_checkpoints(logger: Any) -> bool:
+    if not _is_from_lightning(type(logger)):
+        return True
+    owner = next(cls.__name__ for cls in type(logger).__mro__ if "after_save_checkpoint" in vars(cls))
+    # TensorBoard's does nothing, and those that upload checkpoints do so only if they are asked to.
+    return owner not in ("Logger", "TensorBoardLogger") and bool(getattr(logger, "_log_model", True))
 
 
 def is_accumulating(trainer: Any) -> bool:

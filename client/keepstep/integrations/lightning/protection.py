@@ -9,13 +9,12 @@ import inspect
 import logging
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
 from keepstep import random_generators
-from keepstep.asynchronous_saves import path_guard
 from keepstep.autoload.post_import import reason, warn
 from keepstep.errors import KeepstepError
 from keepstep.framework_run import FrameworkRun
@@ -46,6 +45,7 @@ class Protection:
         self._exit_asked = False
         self._leaving = False
         self._visiting = False
+        self._by_callback = False
         self._announced_step = -1
         self._resumed_name = ""
         self._random_states: dict[str, Any] | None = None
@@ -133,6 +133,9 @@ class Protection:
         self._leave_in_time()
 
     def on_train_end(self, *_: Any) -> None:
+        if self._run is not None:
+            # What comes next may look at checkpoints.
+            self._run.wait()
         self._leave_in_time()
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
@@ -154,7 +157,7 @@ class Protection:
 
     def _begin(self, trainer: Any) -> None:
         contents.look_for_what_is_used(trainer)
-        _complete_environment(trainer)
+        self._undo += [functools.partial(os.environ.pop, name, None) for name in _complete_environment(trainer)]
         methods: list[tuple[Any, str, Callable[..., Any]]] = [
             (trainer, "save_checkpoint", self._save_checkpoint),
             (trainer._checkpoint_connector, "resume_start", self._resume_start),
@@ -163,6 +166,7 @@ class Protection:
             (trainer.strategy, "remove_checkpoint", self._remove_checkpoint),
             *((one, "file_exists", self._file_exists) for one in trainer.callbacks if hasattr(one, "file_exists")),
             *((one, "_link_checkpoint", self._link) for one in trainer.callbacks if hasattr(one, "_link_checkpoint")),
+            *((one, "_save_checkpoint", self._save) for one in trainer.callbacks if hasattr(one, "_save_checkpoint")),
         ]
         self._just_in_time = not _requeues(trainer)
         if self._just_in_time:
@@ -171,7 +175,7 @@ class Protection:
             warn(f"{type(trainer).__qualname__} is not saved just in time: SLURM's auto-requeue has the signals")
         originals = [getattr(owner, name) for owner, name, _ in methods]
         self._run = FrameworkRun.current()
-        if trainer.is_global_zero:
+        if trainer.is_global_zero and self._run.is_asynchronous(by_default=contents.nobody_looks(trainer)):
             self._run.expect_saves()
         for (owner, name, ours), original in zip(methods, originals, strict=True):
             setattr(owner, name, functools.update_wrapper(functools.partial(ours, trainer, original), original))
@@ -181,8 +185,8 @@ class Protection:
         call = inspect.signature(resume).bind(*arguments, **keywords)
         chosen = call.arguments.get("checkpoint_path")
         if not chosen and self._run is not None and self._resumes and owns(Owner.TRAINER):
-            chosen = self._run.newest()
-        call.arguments["checkpoint_path"] = chosen and str(chosen)
+            newest = self._run.newest()
+            chosen = call.arguments["checkpoint_path"] = None if newest is None else str(newest)
         self._resumed_name = Path(chosen or "").name
         resume(*call.args, **call.kwargs)
 
@@ -214,12 +218,12 @@ class Protection:
             return
         path = Path(place).absolute()
         if contents.can_be_elsewhere(trainer):
-            self._save_in_background(self._run, trainer, functools.partial(_save_to, save, call), path)
+            self._save_aside(self._run, trainer, functools.partial(_save_to, save, call), path)
         else:
             with self._run.claimed(path):
                 self._save_ours(trainer, functools.partial(save, *arguments, **keywords), path)
 
-    def _save_in_background(self, run: FrameworkRun, trainer: Any, save: Callable[[Path], None], path: Path) -> None:
+    def _save_aside(self, run: FrameworkRun, trainer: Any, save: Callable[[Path], None], path: Path) -> None:
         def write(place: Path) -> None:
             try:
                 with contents.handing_in(trainer):
@@ -230,20 +234,20 @@ class Protection:
                     trainer.strategy.barrier()
                 raise
 
+        is_copy = self._is_copy(trainer)
+        asynchronous = run.is_asynchronous(by_default=self._by_callback and contents.nobody_looks(trainer))
         try:
-            run.save_in_background(path, trainer.global_step, write)
+            run.save(path, trainer.global_step, write, asynchronous=asynchronous, recorded=not is_copy)
         except OSError as error:
             if not self._visiting:
                 raise
             # The program did not ask for this save, and training continues without it.
             _log.warning("checkpoint lost: path=%s error=%s", path, error)
         self._ask_after_save(trainer)
-        if self._is_copy(trainer):
+        if is_copy and not self._exit_asked:
             run.leave_unannounced()
         else:
-            run.announce_in_background(
-                contents.kind(trainer), then=lambda told: _remove_own(trainer, path) if told else None
-            )
+            run.announce(contents.kind(trainer), then=lambda told: _remove_own(trainer, path) if told else None)
         self._leaving = self._exit_asked
 
     def _save_ours(self, trainer: Any, save: Callable[[], None], path: Path) -> None:
@@ -306,8 +310,16 @@ class Protection:
         kind, written = contents.kind(trainer), contents.written(trainer, failure)
         if written is not None:
             self._run.announce_when(written, path, trainer.global_step, kind)
-        elif self._run.announce(path, trainer.global_step, kind):
+        elif self._run.announce_written(path, trainer.global_step, kind):
             _remove_own(trainer, path)
+
+    def _save(self, _: Any, save: Callable[..., None], *arguments: Any, **keywords: Any) -> None:
+        """Note that a callback of Lightning's saves: the program's own next line may look at what it has saved."""
+        self._by_callback = True
+        try:
+            save(*arguments, **keywords)
+        finally:
+            self._by_callback = False
 
     def _remove_checkpoint(self, _: Any, remove: Callable[..., None], *arguments: Any, **keywords: Any) -> None:
         """Lightning removes an older checkpoint when a newer one is saved: not before that is there."""
@@ -321,7 +333,8 @@ class Protection:
         trainer.strategy.barrier()
 
     def _file_exists(self, _: Any, exists: Callable[..., bool], path: Any, *arguments: Any) -> bool:
-        path_guard.wait_for(path)
+        if self._run is not None:
+            self._run.wait_for(Path(path).absolute())
         return exists(path, *arguments)
 
     def _own_directory(self, trainer: Any) -> Path:
@@ -340,15 +353,17 @@ def make_protection(package: str) -> Protection:
     return made
 
 
-def _complete_environment(trainer: Any) -> None:
-    """Set the variables that torchrun sets for a rank, and Lightning's own launcher does not.
+def _complete_environment(trainer: Any) -> Sequence[str]:
+    """Set the variables that torchrun sets for a rank, and Lightning's own launcher does not. Returns their names.
 
     LOCAL_RANK is not one of them: by it Lightning knows whether it must launch, and it is set in the ranks it launched.
     """
-    os.environ.setdefault("WORLD_SIZE", str(trainer.world_size))
-    os.environ.setdefault("LOCAL_WORLD_SIZE", str(trainer.num_devices))
+    variables = {"WORLD_SIZE": str(trainer.world_size), "LOCAL_WORLD_SIZE": str(trainer.num_devices)}
     if trainer.global_rank > 0:
-        os.environ.setdefault("RANK", str(trainer.global_rank))
+        variables["RANK"] = str(trainer.global_rank)
+    missing = {name: value for name, value in variables.items() if name not in os.environ}
+    os.environ.update(missing)
+    return list(missing)
 
 
 def _requeues(trainer: Any) -> bool:
