@@ -16,7 +16,7 @@ from typing import Final
 from keepstep.autoload.post_import import reason
 from keepstep.checkpoints.durable import sync_files, sync_tree
 from keepstep.checkpoints.records import Kind, Record, RecordedFile, read_records, remove_record, write_record
-from keepstep.ranks.coordinator import WRITE_SECONDS
+from keepstep.ranks.coordinator import PATIENCE_SECONDS, WRITE_SECONDS
 from keepstep.session import PendingSave, Session
 
 _log: Final = logging.getLogger("keepstep")
@@ -50,7 +50,7 @@ class Publication:
         """Whether the checkpoint is one file of rank 0."""
         self._has_writers: bool | None = None
         """Whether every pod has its part, so that there can be a record; None if they were not asked."""
-        self.saved_at: Final = path
+        self.saved_path: Final = path
         """Where it was saved."""
         self.path = path
         """Where the checkpoint belongs. If the program renames it before it is announced, its new place."""
@@ -198,9 +198,8 @@ class Publication:
         if self._context.leads_pod:
             self._context.local.forget_deleted()
 
-    def _agree(self, about: str, ok: bool, seconds: float | None = None) -> bool:
-        coordinator, key = self._context.coordinator, self._pending.key(about)
-        return bool(coordinator.agree(key, ok) if seconds is None else coordinator.agree(key, ok, seconds=seconds))
+    def _agree(self, about: str, ok: bool, seconds: float = PATIENCE_SECONDS) -> bool:
+        return bool(self._context.coordinator.agree(self._pending.key(about), ok, seconds=seconds))
 
     def _lost(self, error: Exception) -> None:
         self.failure = error

@@ -119,7 +119,6 @@ class Session:
 
     def __init__(self, settings: Settings, *, rank0_only: bool = False) -> None:
         self.settings = settings
-        self.records = settings.state_directory / names.RECORDS_DIRECTORY
         self.stopping = False
         self._rank0_only = rank0_only
         self._asked = False
@@ -355,7 +354,7 @@ class Session:
         self._unannounced = None if announced else (record, path)
         if announced and self.context().leads_pod:
             try:
-                write_record(self.records, replace(record, announced=True))
+                write_record(self.context().local.records, replace(record, announced=True))
             except OSError as error:
                 # The record still says that it is not announced, but the agent knows the checkpoint already.
                 _log.debug("announcement not recorded: name=%s error=%s", record.name, error)

@@ -12,7 +12,7 @@ from tests.client.agent_server import AgentServer
 from tests.harness.bounds import HANG_SECONDS
 
 from keepstep.framework_run import FrameworkRun, run
-from keepstep.framework_run.quiet_folder import wait_until_quiet
+from keepstep.framework_run.after_save import wait_until_quiet
 from keepstep.gate import Action
 from keepstep_api import names
 from keepstep_api.v1 import agent_pb2
@@ -41,6 +41,13 @@ def save(framework: FrameworkRun, place: Path, step: int, *, program_files_of: P
         place, step, write, asynchronous=False, program_folder=True, program_files_of=program_files_of
     )
     framework.announce()
+
+
+def save_and_add_when_announced(framework: FrameworkRun, place: Path) -> None:
+    save(framework, place, 1)
+    thread, _ = framework._waiting or pytest.fail("it is announced already")
+    thread.join()
+    (place / "meta.pt").write_text("late")
 
 
 def announced(agent: AgentServer) -> list[tuple[str, int, list[str], list[str]]]:
@@ -83,11 +90,7 @@ def test_when_the_folder_is_quiet_nothing_waits_for_the_next_save(
 def test_what_is_added_later_makes_a_new_save_of_that_checkpoint(
     framework: FrameworkRun, agent: AgentServer, volume: Path
 ) -> None:
-    place = volume / "out" / "step-1"
-    save(framework, place, 1)
-    thread, _ = framework._waiting or pytest.fail("it is announced already")
-    thread.join()
-    (place / "meta.pt").write_text("late")
+    save_and_add_when_announced(framework, volume / "out" / "step-1")
     save(framework, volume / "out" / "step-2", 2)
     framework.close()
     assert announced(agent) == [
@@ -119,11 +122,7 @@ def test_a_checkpoint_that_is_renamed_is_announced_under_its_new_name(
 def test_what_was_added_before_a_notice_makes_no_just_in_time_save(
     framework: FrameworkRun, agent: AgentServer, volume: Path
 ) -> None:
-    place = volume / "out" / "step-1"
-    save(framework, place, 1)
-    thread, _ = framework._waiting or pytest.fail("it is announced already")
-    thread.join()
-    (place / "meta.pt").write_text("late")
+    save_and_add_when_announced(framework, volume / "out" / "step-1")
     assert framework.action_at(1) is Action.NOTHING
     os.kill(os.getpid(), signal.SIGTERM)
     assert framework.action_at(2) is Action.SAVE_AND_EXIT

@@ -20,8 +20,7 @@ from keepstep.asynchronous_saves.background_writer import BackgroundSave, Backgr
 from keepstep.asynchronous_saves.save_functions import handing_in
 from keepstep.checkpoints.records import Kind, Record, read_records
 from keepstep.errors import KeepstepError
-from keepstep.framework_run.background_writes import BackgroundWrites
-from keepstep.framework_run.quiet_folder import wait_until_quiet
+from keepstep.framework_run.after_save import BackgroundWrites, wait_until_quiet
 from keepstep.gate import Action
 from keepstep.publishing import Publication
 from keepstep.ranks.coordinator import PATIENCE_SECONDS
@@ -176,6 +175,7 @@ class FrameworkRun:
 
     def announce_when(self, future: "Future[Any]", path: Path, step: int, kind: Kind | None = None) -> None:
         """Announce the checkpoint from another thread once `future` is done. If it fails, announce nothing."""
+        self._follows_programs = True
         self._announce_waiting()
         pending = self._begin(path, step, kind, waiting=False)
         if pending is None:
@@ -262,12 +262,14 @@ class FrameworkRun:
                 self._session.goes_on(pending)
             else:
                 self._write(saved, write, publication.written)
-                if before is not None and before.saved_at == program_files_of:
+                if before is not None and before.saved_path == program_files_of:
                     # It may have been renamed.
                     program_files_of = before.path
                 saved.in_place = publication.place(recorded=recorded, program_files_of=program_files_of)
                 if publication.failure is not None:
-                    publication.discard()
+                    if not self._exit_asked:
+                        # The program hears of it. Of a just-in-time save it does not: the next start tries again.
+                        publication.discard()
                     raise publication.failure
             self._last = saved
             saved.claim = claim.pop_all()

@@ -5,7 +5,7 @@ from concurrent.futures import Future
 
 from tests.harness.bounds import HANG_SECONDS
 
-from keepstep.framework_run.background_writes import BackgroundWrites
+from keepstep.framework_run.after_save import BackgroundWrites
 
 
 class Asked(Future[None]):
