@@ -86,7 +86,7 @@ def main() -> int:
     dist.destroy_process_group()
     costs = step_cost.measure()
     plot(ways)
-    return report(ways, costs, warm_up_seconds=ours.warm_up_seconds, rounds=ROUNDS)
+    return report(ways, costs, first_step_seconds=ours.first_step_seconds, rounds=ROUNDS)
 
 
 def torch_ways(model: Big) -> list[Way]:
@@ -117,30 +117,31 @@ class Ours:
     """The whole call that a loop makes at the end of a step, as a loop makes it."""
 
     def __init__(self, model: Big, directory: Path) -> None:
-        self.loop = TorchLoop(model, torch.optim.SGD(model.parameters()), checkpointer=Checkpointer(directory))
+        self._checkpointer = Checkpointer(directory)
+        self.loop = TorchLoop(model, torch.optim.SGD(model.parameters()), checkpointer=self._checkpointer)
         began_at = time.perf_counter()
         self.loop.step(every=0)
-        self.warm_up_seconds = time.perf_counter() - began_at
-        """What the warm-up takes of training; its rest is in the background, and over before the first round."""
-        self.loop._saver.wait()
+        self.first_step_seconds = time.perf_counter() - began_at
+        """The memory of the copy is made in it."""
 
     def save(self, _: Path) -> "Future[Any]":
         self.loop.step(every=1)
-        return _Saving(self.loop)
+        return _Saving(self._checkpointer)
 
 
 class _Saving(Future[Any]):
     """What TorchLoop writes, as the others show it."""
 
-    def __init__(self, loop: TorchLoop) -> None:
+    def __init__(self, checkpointer: Checkpointer) -> None:
         super().__init__()
-        self._loop = loop
+        self._checkpointer = checkpointer
 
     def done(self) -> bool:
-        return self._loop._saver._busy is None or not self._loop._saver._busy.is_alive()
+        last = self._checkpointer._writer._last
+        return last is None or last.done()
 
     def result(self, timeout: float | None = None) -> None:
-        self._loop._saver.wait()
+        self._checkpointer.wait()
 
 
 def one_round(way: Way, path: Path, small: SmallSteps, alone: float) -> None:

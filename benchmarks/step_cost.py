@@ -56,7 +56,7 @@ def _ways(folder: Path) -> Iterator[tuple[str, Callable[[int], object]]]:
         yield "the gate of two ranks", gate.at
     model = torch.nn.Linear(1, 1)
     loop = TorchLoop(model, torch.optim.SGD(model.parameters()), checkpointer=Checkpointer(folder / "loop"))
-    yield "TorchLoop.step", lambda step: loop.step(every=0, asynchronous=False)
+    yield "TorchLoop.step", lambda step: loop.step(every=0)
     loop.finish()
 
 

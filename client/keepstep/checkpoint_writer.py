@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final
 
-from keepstep.asynchronous_saves.background_writer import BackgroundSave
+from keepstep.asynchronous_saves.background_writer import BackgroundSave, BackgroundWriter
 from keepstep.autoload.post_import import reason
 from keepstep.checkpoints.records import Kind, Record
 from keepstep.errors import ErrorKind, UsageError, VolumeError
@@ -37,9 +37,12 @@ class CheckpointWriter:
     Attributes:
         directory: The empty directory to write into.
         failure: Why there is no directory, on all ranks; None when there is one.
+        background: What writes behind the training; None where training waits for this save.
     """
 
-    def __init__(self, session: Session, pending: PendingSave, *, keep_local: int) -> None:
+    def __init__(
+        self, session: Session, pending: PendingSave, *, keep_local: int, writer: BackgroundWriter | None
+    ) -> None:
         self._session = session
         self._context = session.context()
         self._pending = pending
@@ -58,6 +61,9 @@ class CheckpointWriter:
                 hint="check whether the volume is full",
             )
         self.directory: Path = self._publication.written
+        self.background: BackgroundSave | None = None
+        if writer is not None and self.failure is None:
+            self.background = writer.begin(self.directory)
 
     @property
     def step(self) -> int:
@@ -96,17 +102,18 @@ class CheckpointWriter:
         """Note that training waits for this save no longer, although it is not complete."""
         self._session.goes_on(self._pending)
 
-    def complete_later(self, save: BackgroundSave, kind: Kind) -> None:
-        """Complete it, in another thread, when the files that were handed in to `save` are written."""
+    def complete_later(self, kind: Kind) -> None:
+        """Complete it, in another thread, when what was handed in to `background` is written."""
+        assert self.background is not None
 
         def complete(failure: BaseException | None) -> None:
             if failure is None:
                 self.complete(lambda: kind)
             else:
-                warn_given_up(self.step, failure)
+                self.warn_given_up(failure)
                 self.abandon()
 
-        save.then(complete)
+        self.background.then(complete)
         self.goes_on()
 
     def abandon(self) -> None:
@@ -131,6 +138,15 @@ class CheckpointWriter:
         if not isinstance(error, Exception) and not is_torchs:
             return False
         return self.failure is not None or _tells_of_volume(error) or not _takes_a_write(self.directory)
+
+    def warn_given_up(self, error: BaseException) -> None:
+        """Say that the checkpoint is lost, and why."""
+        hint = getattr(error, "hint", "")
+        if not hint and self.failed_by_volume(error):
+            hint = "check whether the volume is full"
+        # Its words alone: what the error refers to may keep a deleted file open, and its room taken.
+        line = f"checkpoint given up, training goes on: step={self.step} error={reason(error)}"
+        _log.warning("%s", f"{line} hint={hint}" if hint else line)
 
     def _give_up(self) -> None:
         if not self._written:
@@ -215,13 +231,6 @@ def _takes_a_write(directory: Path) -> bool:
     except OSError:
         return False
     return True
-
-
-def warn_given_up(step: int, error: BaseException) -> None:
-    """Say that the checkpoint of `step` is lost, and why."""
-    hint = getattr(error, "hint", "") or "check whether the volume is full"
-    # Its words alone: what the error refers to may keep a deleted file open, and its room taken.
-    _log.warning("checkpoint given up, training goes on: step=%d error=%s hint=%s", step, reason(error), hint)
 
 
 def checked_units(units: Mapping[str, float]) -> Mapping[str, float]:

@@ -19,11 +19,11 @@ from typing import Final
 
 from keepstep.asynchronous_saves.background_writer import BackgroundWriter
 from keepstep.asynchronous_saves.save_functions import handing_in
-from keepstep.checkpoint_writer import CheckpointWriter, SaveBlock, checked_units, warn_given_up
+from keepstep.checkpoint_writer import CheckpointWriter, SaveBlock, checked_units
 from keepstep.checkpoints.local_checkpoints import LocalCheckpoints
 from keepstep.checkpoints.rank_files import file_of_a_rank
 from keepstep.checkpoints.records import Kind, Record
-from keepstep.errors import ErrorKind, UsageError, final_checkpoint_lost
+from keepstep.errors import ErrorKind, UsageError, VolumeError, final_checkpoint_lost
 from keepstep.gate import Action
 from keepstep.integrations.ownership import Owner, claim
 from keepstep.ranks.coordinator import WRITE_SECONDS
@@ -244,7 +244,8 @@ class Checkpointer:
     def begin(self, step: int, kind: Kind | str | None = None) -> CheckpointWriter:
         """Begin a checkpoint that is written while training continues.
 
-        Complete or abandon it, from any thread, before the next one begins.
+        Complete or abandon it, from any thread, before the next one begins. Waits for the last one if that is written
+        by the thread of its `background`.
 
         Args:
             step: Optimizer steps that are done.
@@ -255,12 +256,29 @@ class Checkpointer:
 
         Raises:
             UsageError: `step` or `kind` makes no sense.
-            VolumeError: There is no directory to write into, on all ranks.
+            VolumeError: There is no directory to write into, on all ranks. Or the last checkpoint is still being
+                written, after an hour.
         """
+        step, kind = self._checked(step, kind)
+        if not self._free_writer(kind):
+            raise VolumeError(
+                ErrorKind.VOLUME_UNUSABLE,
+                "the last checkpoint is still being written",
+                hint="check whether the volume answers",
+            )
         saving = self._started(step, kind)
         if saving.failure is not None:
             raise saving.failure
         return saving
+
+    def reserve(self, size_bytes: int) -> None:
+        """Have the memory for the copy of a state of that size before the first save that is asynchronous."""
+        if self._asynchronous:
+            self._writer.reserve(size_bytes)
+
+    def wait(self) -> bool:
+        """Wait until the last save is complete or given up. Returns False if that takes more than an hour."""
+        return self._writer.wait()
 
     def finish(self) -> None:
         """End the training: stop handling SIGTERM.
@@ -268,7 +286,7 @@ class Checkpointer:
         Raises:
             SystemExit: With code 143, after a just-in-time save.
         """
-        self._writer.wait()
+        self._writer.close()
         self._forget_begun()
         if self._session.stopping:
             self._session.leave()
@@ -276,34 +294,35 @@ class Checkpointer:
 
     def close(self) -> None:
         """Stop handling SIGTERM, without leaving. Idempotent."""
-        self._writer.wait()
+        self._writer.close()
         self._forget_begun()
         self._session.close()
 
     @contextmanager
     def _save(self, step: int, kind: Kind | str | None, units: Mapping[str, float]) -> Iterator[Path]:
-        saving = self._started(step, kind, units)
-        is_final = kind == Kind.FINAL
+        step, wanted = self._checked(step, kind)
+        self._free_writer(wanted)
+        saving = self._started(step, wanted, units)
+        is_final = wanted is Kind.FINAL
         if is_final and saving.failure is not None:
             raise saving.failure
-        behind = self._writer.begin(saving.directory)
-        may_wait = self._asynchronous and saving.failure is None and saving.kind is Kind.PERIODIC
+        behind = saving.background
         try:
-            with handing_in(behind) if may_wait else nullcontext():
+            with nullcontext() if behind is None else handing_in(behind):
                 yield saving.directory
         except BaseException as error:
             if is_final or not saving.failed_by_volume(error):
                 saving.abandon()
                 raise
-            warn_given_up(step, saving.failure or error)
+            saving.warn_given_up(saving.failure or error)
             if not saving.abandon_together():
                 # The other ranks may wait for this one in the midst of writing: they must not meet its next step there.
                 raise
             return
-        if behind.has_files:
+        if behind is not None and behind.has_files:
             # As after any save, a notice that has come needs no second one.
             chosen = Kind(kind) if kind is not None else _kind_for(self._session.action_at(saving.step))
-            saving.complete_later(behind, chosen)
+            saving.complete_later(chosen)
             if chosen is not Kind.PERIODIC:
                 self._writer.wait()
             return
@@ -311,25 +330,33 @@ class Checkpointer:
             None if kind is not None else lambda: _kind_for(self._session.action_at(saving.step))
         )
         if saving.failure is not None:
-            warn_given_up(step, saving.failure)
+            saving.warn_given_up(saving.failure)
         elif is_final and not is_complete:
             raise final_checkpoint_lost(step)
 
-    def _started(
-        self, step: int, kind: Kind | str | None, units: Mapping[str, float] = MappingProxyType({})
-    ) -> CheckpointWriter:
+    def _checked(self, step: int, kind: Kind | str | None) -> tuple[int, Kind]:
         step, chosen = _checked(step, kind)
-        wanted = chosen or _kind_for(self._session.action_at(step))
-        if wanted is Kind.JUST_IN_TIME and self._asynchronous:
+        return step, chosen or _kind_for(self._session.action_at(step))
+
+    def _free_writer(self, kind: Kind) -> bool:
+        """Wait for the last save, or give it up for one of `kind`. Returns False if that takes more than an hour."""
+        if kind is Kind.JUST_IN_TIME and self._asynchronous:
             self._session.make_time(self._writer)
-        self._writer.wait()
+        return self._writer.wait()
+
+    def _started(self, step: int, kind: Kind, units: Mapping[str, float] = MappingProxyType({})) -> CheckpointWriter:
         self._warn_if_not_resumed(step)
         # With no room the user insists.
-        pending = (self._admit(step, wanted) and self._pending) or self._session.begin(step, wanted)
+        pending = (self._admit(step, kind) and self._pending) or self._session.begin(step, kind)
         self._pending = None
         self._session.count(pending, units)
         self._schedule.saved(step, time.monotonic())
-        return CheckpointWriter(self._session, replace(pending, kind=wanted), keep_local=self._keep_local)
+        return CheckpointWriter(
+            self._session,
+            replace(pending, kind=kind),
+            keep_local=self._keep_local,
+            writer=self._writer if self._asynchronous and kind is Kind.PERIODIC else None,
+        )
 
     def _admit(self, step: int, kind: Kind) -> bool:
         """Ask for room; True when the save may go on."""

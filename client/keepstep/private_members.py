@@ -35,7 +35,6 @@ PRIVATE_MEMBERS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         "lightning.callbacks": ("_early_exit",),
         "multiprocessing.forkserver": ("_forkserver._preload_modules",),
         "torch.distributed.checkpoint._async_process_executor": ("_AsyncCheckpointProcess._checkpointing_subprocess",),
-        "torch.distributed.checkpoint.staging.DefaultStager": ("_state_dict_stager._cached_storage_mapping",),
         "torch.distributed.distributed_c10d": ("_get_default_store",),
         "torch.storage.TypedStorage": ("_untyped_storage",),
         "torch.utils.data._utils.worker": ("_worker_loop",),

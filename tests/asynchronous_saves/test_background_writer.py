@@ -157,7 +157,13 @@ def test_a_writer_that_hangs_ends_asynchronous_saves_and_not_the_training(
     hand_in(save, tmp_path / "a", "text", slow.write)
     save.begin_writing()
     assert slow.begun.wait(HANG_SECONDS)
+    assert not writer.wait()
+    monkeypatch.setattr(background_writer, "_PATIENCE_SECONDS", HANG_SECONDS)
+    # Once is enough.
+    assert not writer.wait()
     assert not writer.begin(tmp_path).take(tmp_path / "b", lambda _: HostCopy(value="x", size_bytes=1), slow.write)
+    writer.close()
+    assert not slow.written
 
 
 def test_the_thread_that_writes_gives_way_to_the_training(writer: BackgroundWriter, tmp_path: Path) -> None:

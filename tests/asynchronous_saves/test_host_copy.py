@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
 
 from keepstep.asynchronous_saves import host_copy
 from keepstep.asynchronous_saves.host_copy import copy_tensors_to_host, copy_to_host
@@ -157,3 +159,17 @@ def test_the_file_of_a_copy_names_the_device_that_the_value_was_on(monkeypatch: 
     torch.serialization.register_package(-1, host_copy._location, lambda *_: None)
     assert torch.serialization.location_tag(storage) == "cuda:1"
     assert torch.serialization.location_tag(torch.ones(4).untyped_storage()) == "cpu"
+
+
+def test_the_copy_of_a_sharded_tensor_belongs_to_the_same_mesh() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        value = distribute_tensor(torch.arange(8.0), mesh, [Shard(0)])
+        copy = copied(value)
+        value.to_local().zero_()
+        assert isinstance(copy, DTensor)
+        assert copy.device_mesh is mesh
+        assert torch.equal(copy.full_tensor(), torch.arange(8.0))
+    finally:
+        dist.destroy_process_group()

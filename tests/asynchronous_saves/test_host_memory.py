@@ -1,9 +1,12 @@
 """The memory for copies is kept from save to save, and is not taken where there is too little."""
 
+import gc
 import itertools
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from keepstep.asynchronous_saves import host_memory
 from keepstep.asynchronous_saves.host_memory import HostMemory, free_memory_bytes
@@ -54,6 +57,25 @@ def test_a_copy_leaves_memory_to_everything_else(free_bytes: int, monkeypatch: p
 def test_where_nobody_says_how_much_is_free_there_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_memory, "free_memory_bytes", lambda: None)
     assert HostMemory().take([MIB]) is not None
+
+
+def test_memory_for_a_gpu_is_pinned_until_no_copy_is_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    pinned: dict[int, int] = {}
+    cudart = SimpleNamespace(
+        cudaHostRegister=lambda address, size, _: pinned.update({address: size}) or 0, cudaHostUnregister=pinned.pop
+    )
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    memory = HostMemory()
+    memory.reserve(MIB)
+    taken = memory.take([MIB, 2 * MIB])
+    assert sorted(pinned.values()) == [MIB, 2 * MIB]
+    del memory
+    assert len(pinned) == 2
+    del taken
+    gc.collect()
+    assert not pinned
 
 
 def cgroup(folder: Path, limit: str, current: int, inactive: int) -> None:

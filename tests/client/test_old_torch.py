@@ -13,11 +13,9 @@ from torch.distributed import HashStore, PrefixStore, TCPStore
 import keepstep
 from keepstep.ranks.rank_store import Ranks, RankStore, open_rank_store
 
-# As torch 2.8 is.
 TORCH_LOOP = """
-from torch.distributed.checkpoint import staging
-vars(staging).pop('DefaultStager', None)
-vars(staging).pop('StagingOptions', None)
+import torch
+torch.__version__ = '2.8.0'
 import keepstep
 try:
     import keepstep.torch_loop

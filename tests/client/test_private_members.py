@@ -2,13 +2,12 @@
 one is named in one line."""
 
 import importlib
-import logging
 import multiprocessing.forkserver
 import re
 import tomllib
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import pytest
 import torch.distributed
@@ -18,8 +17,6 @@ from keepstep.integrations import accelerate, deepspeed
 from keepstep.integrations.ownership import protect_new
 from keepstep.private_members import PRIVATE_MEMBERS, require
 from keepstep.ranks.rank_store import Ranks, open_rank_store
-from keepstep.torch_loop.saver import Saver
-from keepstep.torch_loop.storage import Storage
 from keepstep.workers import fork_server
 
 _ROOT: Final = Path(__file__).parents[2]
@@ -40,7 +37,6 @@ _FOUND: Final = MappingProxyType(
         "lightning.callbacks": lambda: _made("lightning.pytorch.callbacks", "LearningRateFinder"),
         "accelerate.Accelerator": lambda: _made("accelerate", "Accelerator", cpu=True),
         "deepspeed.DeepSpeedEngine": lambda: importlib.import_module("deepspeed").DeepSpeedEngine,
-        "torch.distributed.checkpoint.staging.DefaultStager": lambda: Saver(cast(Storage, None))._stager,
         "torch.storage.TypedStorage": lambda: torch.ones(1).storage(),
         "transformers.Trainer before 5": lambda: importlib.import_module("transformers").Trainer,
         "transformers.Trainer": lambda: importlib.import_module("transformers").Trainer,
@@ -116,15 +112,3 @@ def test_a_torch_whose_store_is_not_found_is_named(monkeypatch: pytest.MonkeyPat
     monkeypatch.delattr(torch.distributed.distributed_c10d, "_get_default_store")
     with pytest.raises(keepstep.UsageError, match=r"torch \S+ has no .*\._get_default_store"):
         open_rank_store(Ranks(world_size=2), "any")
-
-
-def test_a_torch_whose_stager_is_another_only_makes_the_first_copy_slower(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    saver = Saver(cast(Storage, None))
-    monkeypatch.delattr(saver._stager, "_state_dict_stager")
-    with caplog.at_level(logging.WARNING, logger="keepstep"):
-        saver.warm_up(lambda: {"weights": torch.zeros(1)})
-    assert "training will wait longer for the first copy" in caplog.text
-    assert "_cached_storage_mapping" in caplog.text

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,11 +22,11 @@ def directory(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def make_checkpointer(directory: Path) -> Iterator[Callable[[], Checkpointer]]:
+def make_checkpointer(directory: Path) -> Iterator[Callable[..., Checkpointer]]:
     made: list[Checkpointer] = []
 
-    def make() -> Checkpointer:
-        made.append(Checkpointer(directory, keep_local=10))
+    def make(**arguments: Any) -> Checkpointer:
+        made.append(Checkpointer(directory, keep_local=10, **arguments))
         return made[-1]
 
     yield make

@@ -40,7 +40,8 @@ def main() -> None:
 
     TrainingState.capture = capture_or_fail  # type: ignore[method-assign,assignment]
     StagedSave.sync = sync_or_fail  # type: ignore[method-assign,assignment]
-    loop = TorchLoop(model, optimizer, checkpointer=Checkpointer(keep_local=10))
+    checkpointer = Checkpointer(keep_local=10)
+    loop = TorchLoop(model, optimizer, checkpointer=checkpointer)
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     for step in range(1, 9):
         model(torch.randn(4, 512)).square().mean().backward()
@@ -52,7 +53,7 @@ def main() -> None:
             failing["copy"] = step == 4
         loop.step(every=2)
         # The write is to fail, and not a later one.
-        loop._saver.wait()
+        checkpointer.wait()
         dist.barrier()
     loop.finish()
     # In one write: the ranks share a pipe.

@@ -16,26 +16,26 @@ from tests.harness.bounds import HANG_SECONDS
 from tests.torch_loop.small import Small, make_loader
 
 from keepstep import Checkpointer
+from keepstep.asynchronous_saves.background_writer import BackgroundWriter
 from keepstep.torch_loop import TorchLoop
-from keepstep.torch_loop.saver import Saver
 from keepstep.torch_loop.storage import Storage
 
 
 def main() -> None:
-    is_waited_for = threading.Event()
-    save, wait = Storage.save, Saver.wait
+    is_stopped, is_waited_for = threading.Event(), threading.Event()
+    save, wait = Storage.save, BackgroundWriter.wait
 
     def slow_save(storage: Storage, state: dict[str, Any], directory: Path, **options: Any) -> None:
         assert is_waited_for.wait(HANG_SECONDS)
         save(storage, state, directory, **options)
         print(directory.name.split("-")[1], "written")
 
-    def told_wait(saver: Saver) -> None:
-        if loop.steps_done > 5:
+    def told_wait(writer: BackgroundWriter) -> bool:
+        if is_stopped.is_set():
             is_waited_for.set()
-        wait(saver)
+        return wait(writer)
 
-    Storage.save, Saver.wait = slow_save, told_wait  # type: ignore[method-assign,assignment]
+    Storage.save, BackgroundWriter.wait = slow_save, told_wait  # type: ignore[method-assign,assignment]
     loader = make_loader("plain", workers=0, augments=True)
     small = Small(loader)
     loop = TorchLoop(
@@ -51,6 +51,7 @@ def main() -> None:
         small.step()
         if loop.steps_done == 5:
             print("6 stopped")
+            is_stopped.set()
             os.kill(os.getpid(), signal.SIGTERM)
         loop.step(every=5)
         if loop.steps_done == 5:

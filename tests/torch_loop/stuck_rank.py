@@ -18,8 +18,9 @@ import torch.distributed.checkpoint as dcp
 from torch.nn.parallel import DistributedDataParallel
 
 from keepstep import VolumeError
+from keepstep.asynchronous_saves import background_writer
 from keepstep.ranks.coordinator import StoreCoordinator
-from keepstep.torch_loop import TorchLoop, saver
+from keepstep.torch_loop import TorchLoop
 
 SHORT_SECONDS = 10.0
 
@@ -29,7 +30,7 @@ def main() -> None:
     rank = dist.get_rank()
     # DCP's collectives, between two of which the other rank waits for this one's write.
     dist.new_group = functools.partial(dist.new_group, timeout=timedelta(seconds=SHORT_SECONDS))
-    saver._PATIENCE_SECONDS = SHORT_SECONDS  # type: ignore[misc]
+    background_writer._PATIENCE_SECONDS = SHORT_SECONDS  # type: ignore[misc]
     agree = StoreCoordinator._agree
 
     def agree_soon(ranks: StoreCoordinator, key: str, ok: bool, *_: object) -> bool | None:

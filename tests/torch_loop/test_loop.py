@@ -20,7 +20,7 @@ from keepstep.torch_loop import TorchLoop
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
 
-Make = Callable[[], Checkpointer]
+Make = Callable[..., Checkpointer]
 STOPPED = Path(__file__).with_name("stopped_while_saving.py")
 
 
@@ -53,11 +53,11 @@ def saved(directory: Path) -> dict[int, Kind]:
 
 @pytest.mark.parametrize("asynchronous", [True, False])
 def test_it_saves_when_it_is_due_and_at_the_end(asynchronous: bool, make_checkpointer: Make, directory: Path) -> None:
-    trained = Trained(make_checkpointer())
+    trained = Trained(make_checkpointer(asynchronous=asynchronous))
     for batch in trained.loop.batches(steps=8):
         trained.backward(batch)
         trained.step()
-        trained.loop.step(every=3, asynchronous=asynchronous)
+        trained.loop.step(every=3)
     trained.loop.finish()
     assert saved(directory) == {3: Kind.PERIODIC, 6: Kind.PERIODIC, 8: Kind.FINAL}
 
@@ -142,9 +142,10 @@ def test_a_last_step_that_cannot_be_saved_is_not_lost_in_silence(
         raise OSError(28, "No space left on device")
 
     before = signal.getsignal(signal.SIGTERM)
-    trained = Trained(make_checkpointer())
+    checkpointer = make_checkpointer()
+    trained = Trained(checkpointer)
     trained.run(steps=5, every=4)
-    trained.loop._saver.wait()
+    checkpointer.wait()
     monkeypatch.setattr(Path, "mkdir", full)
     with pytest.raises(VolumeError, match="the final checkpoint of step 5 was lost"):
         trained.loop.finish()

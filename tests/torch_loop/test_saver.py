@@ -14,7 +14,10 @@ from tests.torch_loop.small import Small, make_loader, resumed
 from torch.distributed.fsdp import fully_shard
 
 from keepstep import Checkpointer
+from keepstep.asynchronous_saves import host_memory
+from keepstep.asynchronous_saves.host_copy import copied_bytes
 from keepstep.checkpoint_writer import CheckpointWriter
+from keepstep.checkpoints.records import Kind
 from keepstep.torch_loop import TrainingState
 from keepstep.torch_loop.saver import Saver
 from keepstep.torch_loop.storage import Storage
@@ -36,18 +39,6 @@ class HeldStorage(Storage):
         self.order.append("written")
 
 
-class Told(Saver):
-    """Says when it copies."""
-
-    def __init__(self, storage: HeldStorage) -> None:
-        super().__init__(storage)
-        self._held = storage
-
-    def _copy(self, state: dict[str, Any]) -> dict[str, Any]:
-        self._held.order.append("copied")
-        return super()._copy(state)
-
-
 def trained(steps: int) -> Small:
     small = Small(make_loader("plain", workers=0, augments=True))
     small.train(steps)
@@ -61,7 +52,8 @@ def test_what_is_trained_while_a_save_is_written_is_not_in_it(make_checkpointer:
     at_3 = small.everything()
     small.train(6)
     storage.release.set()
-    saver.close()
+    assert checkpointer.wait()
+    assert saver.saved_step == 3
     assert small.everything() != at_3
     rest = resumed(directory / "checkpoint-3", make_loader("plain", workers=0, augments=True))
     assert rest.everything() == at_3
@@ -70,52 +62,71 @@ def test_what_is_trained_while_a_save_is_written_is_not_in_it(make_checkpointer:
 
 def test_the_copy_is_not_made_anew_before_the_last_save_is_written(make_checkpointer: Make, directory: Path) -> None:
     checkpointer, small, storage = make_checkpointer(), trained(3), HeldStorage()
-    saver = Told(storage)
+    saver = Saver(storage)
     saver.save(checkpointer.begin(3), small.state.capture)
     at_3 = small.everything()
     small.train(4)
     at_4 = small.everything()
-    with pytest.raises(AssertionError, match="in use"):
-        saver.save(checkpointer.begin(4), small.state.capture)
-    waiting = threading.Thread(target=saver.wait)
-    waiting.start()
-    assert storage.order == ["copied"]
-    storage.release.set()
-    waiting.join(HANG_SECONDS)
-    saver.save(checkpointer.begin(4), small.state.capture)
-    saver.close()
-    assert storage.order == ["copied", "written", "copied", "written"]
+    assert storage.order == []
+    threading.Timer(0.2, storage.release.set).start()
+    second = checkpointer.begin(4)
+    assert storage.order == ["written"]
+    saver.save(second, small.state.capture)
+    assert checkpointer.wait()
     assert resumed(directory / "checkpoint-3").everything() == at_3
     assert resumed(directory / "checkpoint-4").everything() == at_4
 
 
-def test_a_second_copy_takes_no_new_memory(make_checkpointer: Make) -> None:
-    checkpointer, small, storage = make_checkpointer(), trained(2), HeldStorage()
-    storage.release.set()
-    written: list[list[int]] = []
-
-    class Seen(Saver):
-        def _copy(self, state: dict[str, Any]) -> dict[str, Any]:
-            copied = super()._copy(state)
-            optimizer = copied["optimizer"]["state"]
-            written.append([values["exp_avg"].data_ptr() for values in optimizer.values()])
-            return copied
-
-    saver = Seen(storage)
-    saver.warm_up(small.state.capture)
-    saver.wait()
-    made = {memory.data_ptr() for memory in saver._stager._state_dict_stager._cached_storage_mapping.values()}
+def test_no_copy_takes_more_memory_than_was_made_for_it(make_checkpointer: Make) -> None:
+    small, checkpointer = trained(2), make_checkpointer()
+    checkpointer.reserve(copied_bytes(small.state.capture()))
+    memory = checkpointer._writer._memory
+    made_bytes = memory.size_bytes
+    assert made_bytes > 0
+    saver = Saver(Storage())
     for step in (3, 4):
-        saver.wait()
         small.train(step)
         saver.save(checkpointer.begin(step), small.state.capture)
-    saver.close()
-    assert written[0] == written[1]
-    assert set(written[0]) <= made
+        assert memory.copies
+    assert checkpointer.wait()
+    assert checkpointer._writer._memory is memory
+    assert memory.size_bytes == made_bytes
 
 
-def test_it_does_not_write_into_shared_memory() -> None:
-    assert not Saver(Storage())._stager._config.use_shared_memory
+def test_a_save_without_memory_for_a_copy_is_written_at_once(
+    make_checkpointer: Make, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_memory, "free_memory_bytes", lambda: 0)
+    checkpointer, small = make_checkpointer(), trained(3)
+    saver = Saver(Storage())
+    saver.save(checkpointer.begin(3), small.state.capture)
+    assert saver.saved_step == 3
+    assert resumed(directory / "checkpoint-3").everything() == small.everything()
+
+
+@pytest.mark.parametrize("begun", [True, False])
+def test_a_save_that_is_given_up_for_the_just_in_time_one_writes_nothing_more(
+    begun: bool, make_checkpointer: Make, directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpointer, small, storage = make_checkpointer(), trained(3), HeldStorage()
+    saver = Saver(storage)
+    saving = checkpointer.begin(3)
+    if not begun:
+        checkpointer._writer.submit(lambda: storage.release.wait(HANG_SECONDS))
+    saver.save(saving, small.state.capture)
+    assert checkpointer._writer.in_flight() is not None
+    checkpointer._writer.give_up("there is no time")
+    storage.release.set()
+    assert checkpointer.wait()
+    assert checkpointer._writer.in_flight() is None
+    assert saver.saved_step is None
+    assert [path.name for path in directory.iterdir()] == [".keepstep"]
+    assert "checkpoint given up, training goes on: step=3 error=InterruptedError: there is no time" in caplog.text
+    assert "volume is full" not in caplog.text
+    small.train(4)
+    saver.save(checkpointer.begin(4), small.state.capture)
+    assert checkpointer.wait()
+    assert resumed(directory / "checkpoint-4").everything() == small.everything()
 
 
 def test_a_save_that_cannot_be_written_costs_a_warning(
@@ -126,7 +137,7 @@ def test_a_save_that_cannot_be_written_costs_a_warning(
     with monkeypatch.context() as failing:
         failing.setattr(dcp.FileSystemWriter, "write_data", full)
         saver.save(checkpointer.begin(3), small.state.capture)
-        saver.wait()
+        assert checkpointer.wait()
     assert saver.saved_step is None
     assert [path.name for path in directory.iterdir()] == [".keepstep"]
     warnings = [record.message for record in caplog.records if record.name == "keepstep" and "step=3" in record.message]
@@ -135,14 +146,14 @@ def test_a_save_that_cannot_be_written_costs_a_warning(
     assert "No space left" in warnings[0]
     small.train(4)
     saver.save(checkpointer.begin(4), small.state.capture)
-    saver.close()
+    assert checkpointer.wait()
     assert saver.saved_step == 4
     assert resumed(directory / "checkpoint-4").everything() == small.everything()
 
 
-@pytest.mark.parametrize("how", ["save", "save_now"])
+@pytest.mark.parametrize("kind", [Kind.PERIODIC, Kind.FINAL])
 def test_an_error_that_nobody_thought_of_costs_a_warning(
-    how: str,
+    kind: Kind,
     make_checkpointer: Make,
     directory: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -155,27 +166,26 @@ def test_an_error_that_nobody_thought_of_costs_a_warning(
     saver = Saver(small.state.storage)
     with monkeypatch.context() as failing:
         failing.setattr(CheckpointWriter, "complete", fail)
-        getattr(saver, how)(checkpointer.begin(3), small.state.capture)
-        saver.wait()
+        saver.save(checkpointer.begin(3, kind), small.state.capture)
+        assert checkpointer.wait()
     assert saver.saved_step is None
     assert [path.name for path in directory.iterdir()] == [".keepstep"]
     assert "given up, training goes on: step=3" in caplog.text
     assert "not this one" in caplog.text
     saver.save(checkpointer.begin(4), small.state.capture)
-    saver.close()
+    assert checkpointer.wait()
     assert saver.saved_step == 4
 
 
-@pytest.mark.parametrize("how", ["save", "save_now"])
+@pytest.mark.parametrize("kind", [Kind.PERIODIC, Kind.FINAL])
 def test_a_state_that_cannot_be_had_costs_a_warning(
-    how: str, make_checkpointer: Make, directory: Path, caplog: pytest.LogCaptureFixture
+    kind: Kind, make_checkpointer: Make, directory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def capture() -> dict[str, Any]:
         raise MemoryError("no room for it")
 
     saver = Saver(Storage())
-    getattr(saver, how)(make_checkpointer().begin(1), capture)
-    saver.close()
+    saver.save(make_checkpointer().begin(1, kind), capture)
     assert "no room for it" in caplog.text
     assert [path.name for path in directory.iterdir()] == [".keepstep"]
 
@@ -195,34 +205,24 @@ def _process_group() -> Iterator[None]:
 def test_of_sharded_weights_too_a_copy_is_written_and_its_memory_kept(make_checkpointer: Make, directory: Path) -> None:
     checkpointer, storage = make_checkpointer(), HeldStorage()
     model, state = sharded(storage)
-    addresses: list[set[int]] = []
-
-    class Seen(Saver):
-        def _copy(self, state: dict[str, Any]) -> dict[str, Any]:
-            copied = super()._copy(state)
-            tensors = [value.to_local() for value in copied["model"].values()]
-            tensors += [values["exp_avg"].to_local() for values in copied["optimizer"]["state"].values()]
-            addresses.append({tensor.data_ptr() for tensor in tensors})
-            return copied
-
-    saver = Seen(storage)
+    saver = Saver(storage)
     weights = {}
     train_sharded(model, state)
-    saver.warm_up(state.capture)
-    saver.wait()
-    made = {memory.data_ptr() for memory in saver._stager._state_dict_stager._cached_storage_mapping.values()}
+    checkpointer.reserve(copied_bytes(state.capture()))
+    memory = checkpointer._writer._memory
+    made_bytes = memory.size_bytes
     for step in (1, 2):
         train_sharded(model, state)
-        saver.wait()
+        saving = checkpointer.begin(step)
         weights[step] = [parameter.full_tensor().clone() for parameter in model.parameters()]
         storage.release.clear()
-        saver.save(checkpointer.begin(step), state.capture)
+        saver.save(saving, state.capture)
         train_sharded(model, state)
         storage.release.set()
-    saver.close()
-    assert addresses[0] == addresses[1]
-    assert len(addresses[0]) == 8
-    assert addresses[0] <= made
+    assert checkpointer.wait()
+    assert made_bytes > 0
+    assert checkpointer._writer._memory is memory
+    assert memory.size_bytes == made_bytes
     for step, expected in weights.items():
         other, restored = sharded(Storage())
         restored.restore(directory / f"checkpoint-{step}")

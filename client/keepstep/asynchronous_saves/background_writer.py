@@ -2,8 +2,8 @@
 
 Owns the thread, the order of its work, and the rule that no new copy is made before the last save is done. During a
 save, `save_functions` hands in what the program gives to `torch.save` and the like. The file appears at once, empty:
-the program finds it, and may rename it. Where memory does not suffice for a copy, the program writes its files itself,
-as it would without Keepstep.
+the program finds it, and may rename it. TorchLoop hands in its whole state. Where memory does not suffice for a copy,
+the training waits while the files are written, as it would without Keepstep.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from keepstep.asynchronous_saves import state_size
-from keepstep.asynchronous_saves.empty_file import EmptyFile, make_empty
+from keepstep.asynchronous_saves.empty_file import make_empty
 from keepstep.asynchronous_saves.host_memory import HostMemory
 
 if TYPE_CHECKING:
@@ -53,8 +53,9 @@ class BackgroundSave:
     def __init__(self, writer: "BackgroundWriter", directory: Path) -> None:
         self._writer = writer
         self._directory = directory
-        self._failure: BaseException | None = None
         self._begun = threading.Event()
+        self.failure: BaseException | None = None
+        """What the first file that could not be written raised, or why the save was given up."""
         self.has_files = False
         """Whether anything was handed in."""
         self.size_bytes = 0
@@ -89,10 +90,26 @@ class BackgroundSave:
             return False
         if empty is None:
             return False
+        self._count(copied)
+
+        def write_file() -> None:
+            target = None if self.failure is not None else empty.find(self._directory)
+            if target is not None:
+                write(copied, str(target))
+
+        self.write_later(copied.size_bytes, write_file)
+        return True
+
+    def copy(self, copy: Callable[[HostMemory], "HostCopy | None"]) -> "HostCopy | None":
+        """Return what `copy` makes of a value, to be given to `write_later`; None where the caller must write it."""
+        copied: HostCopy | None = self._writer.copy(copy)
+        if copied is not None:
+            self._count(copied)
+        return copied
+
+    def _count(self, copied: "HostCopy") -> None:
         self.has_files = True
         self.size_bytes += copied.size_bytes
-        self._write_later(empty, copied.size_bytes, lambda target: write(copied, target))
-        return True
 
     def memory(self, size_bytes: int) -> Any:
         """Return a `torch.UntypedStorage` for what is handed in later; None where there is too little memory."""
@@ -105,8 +122,8 @@ class BackgroundSave:
         """Note that so much of a file is written. Raises InterruptedError when the save is given up."""
         self._note_time()
         self.written_bytes += count_bytes
-        if self._failure is not None:
-            raise InterruptedError(str(self._failure))
+        if self.failure is not None:
+            raise InterruptedError(str(self.failure))
 
     def begin_writing(self) -> None:
         """Let the thread begin. Until then it would take time from the copies that are still to be made."""
@@ -117,7 +134,7 @@ class BackgroundSave:
 
         def run() -> None:
             try:
-                work(self._failure)
+                work(self.failure)
             except Exception:
                 # Nothing else would report it.
                 _log.exception("a checkpoint is lost, training goes on: path=%s", self._directory)
@@ -132,26 +149,29 @@ class BackgroundSave:
     def cancel(self, why: str = "the save was given up") -> None:
         """Write nothing of what is still to be written."""
         self.begin_writing()
-        self._failure = self._failure or InterruptedError(why)
+        self.failure = self.failure or InterruptedError(why)
 
     def _note_time(self) -> None:
         now = time.monotonic()
         self.writing_seconds += now - self._noted_at
         self._noted_at = now
 
-    def _write_later(self, empty: EmptyFile, size_bytes: int, write: Callable[[str], object]) -> None:
+    def write_later(self, size_bytes: int, write: Callable[[], object]) -> None:
+        """Call `write` in the thread, after `begin_writing`, also if the save has failed until then.
+
+        What it raises fails the save. `size_bytes`: what it writes. It may call `wrote` as it goes.
+        """
+
         def run() -> None:
             self._begun.wait(_PATIENCE_SECONDS)
             self._noted_at = time.monotonic()
             written_bytes = self.written_bytes + size_bytes
             try:
-                target = None if self._failure is not None else empty.find(self._directory)
-                if target is not None:
-                    write(str(target))
+                write()
             except BaseException as error:
                 # What the error's frames refer to may keep a deleted file open, and its room taken.
                 _forget_frames(error)
-                self._failure = self._failure or error
+                self.failure = self.failure or error
             finally:
                 self._note_time()
                 self.written_bytes = written_bytes
@@ -168,6 +188,8 @@ class BackgroundWriter:
         self._memory = HostMemory()
         self._thread: ThreadPoolExecutor | None = None
         self._last: Future[Any] | None = None
+        self._overdue: Future[Any] | None = None
+        """What has been waited for in vain: nobody waits so long for it again."""
         self._saves: list[BackgroundSave] = []
         """Those whose copies are in the memory."""
         self._written = (0, 0.0)
@@ -217,28 +239,34 @@ class BackgroundWriter:
         `model` as for `state_size.when_known`.
         """
         if self.is_on:
-            state_size.when_known(self._reserve, model)
+            state_size.when_known(self.reserve, model)
 
-    def _reserve(self, size_bytes: int) -> None:
+    def reserve(self, size_bytes: int) -> None:
+        """Have the memory for a copy of that size, if nothing was copied yet."""
         # Now: training waits for it once, a fraction of what a thread would take from the steps meanwhile.
         if self.is_on and self._last is None:
             self._memory.reserve(size_bytes)
 
-    def wait(self) -> None:
-        """Wait until all that was handed in is done."""
+    def wait(self) -> bool:
+        """Wait until all that was handed in is done. Returns False if that takes more than an hour."""
         if self._last is None:
-            return
+            return True
+        if self._last is self._overdue:
+            return self._last.done()
         began_at = time.monotonic()
         done = wait([self._last], _PATIENCE_SECONDS).done
         seconds = time.monotonic() - began_at
         if not done:
+            self._overdue = self._last
             self._give_up(f"the last save is still being written after {seconds:.0f} s")
         elif seconds > _NOTABLE_SECONDS:
             _log.info("training waited for the last save: seconds=%.1f hint=save less often", seconds)
+        return bool(done)
 
     def close(self) -> None:
         """Wait, and end the thread and free the memory until the next save."""
-        self.wait()
+        if not self.wait():
+            return
         self._end_saves()
         if self._thread is not None:
             self._thread.shutdown()

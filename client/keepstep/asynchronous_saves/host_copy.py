@@ -4,18 +4,20 @@ The value is taken apart as `torch.save` itself does it: pickled, with each stor
 that share a storage share its copy, a view stays a view, what is not a tensor becomes a copy too, and the file that is
 written from the copy is the one that would have been written from the value. What was copied before and has not changed
 is not copied again: a framework may save one state twice. The copy of a GPU's tensor lies in the
-memory of the host, and its file still names the GPU. Imports torch, so it is imported by programs that use it.
+memory of the host, and its file still names the GPU. The copy of a rank's shard of a tensor belongs to the same mesh of
+devices. Imports torch, so it is imported by programs that use it.
 """
 
 import io
 import pickle
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 
-from keepstep.asynchronous_saves.host_memory import HostMemory
+from keepstep.asynchronous_saves.host_memory import HostMemory, aligned
 from keepstep.private_members import require
 
 _PROTOCOL: Final = 2
@@ -56,20 +58,35 @@ def copy_to_host(value: Any, memory: HostMemory) -> HostCopy | None:
     copied = [copy.untyped_storage() for copy in copies]
     for storage, copy in zip(splitter.storages, copied, strict=True):
         _keep_location(storage, copy)
-    joined = _Joiner(pickled.getvalue(), copied).load()
+    joined = _Joiner(pickled.getvalue(), copied, splitter.meshes).load()
     return HostCopy(value=joined, size_bytes=sum(storage.nbytes() for storage in splitter.storages))
 
 
+def copied_bytes(value: Any) -> int:
+    """Return how much memory a copy takes. Raises what pickling raises."""
+    splitter = _Splitter(io.BytesIO())
+    splitter.dump(value)
+    return sum(aligned(storage.nbytes()) for storage in splitter.storages)
+
+
 class _Splitter(pickle.Pickler):
-    """Pickles a value without its storages, and collects these."""
+    """Pickles a value without its storages and meshes of devices, and collects these."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=_PROTOCOL)
         self.storages: list[torch.UntypedStorage] = []
+        self.meshes: list[Any] = []
         self._numbers: dict[int, int] = {}
+        # A program that has not imported it has no mesh.
+        module = sys.modules.get("torch.distributed.device_mesh")
+        self._mesh: type | tuple[()] = getattr(module, "DeviceMesh", ())
 
-    def persistent_id(self, found: Any) -> tuple[int, torch.dtype | None] | None:
+    def persistent_id(self, found: Any) -> int | tuple[int, torch.dtype | None] | None:
         storage: Any
+        if isinstance(found, self._mesh):
+            # Unpickled, it would have lost its process groups.
+            self.meshes.append(found)
+            return len(self.meshes) - 1
         if isinstance(found, torch.storage.TypedStorage):
             # Its public way to this warns that there will be no TypedStorage some day.
             require("torch.storage.TypedStorage", found)
@@ -88,11 +105,14 @@ class _Splitter(pickle.Pickler):
 class _Joiner(pickle.Unpickler):
     """Makes the value again, over copies of its storages. The pickle is this process's own."""
 
-    def __init__(self, pickled: bytes, copies: Sequence[Any]) -> None:
+    def __init__(self, pickled: bytes, copies: Sequence[Any], meshes: Sequence[Any]) -> None:
         super().__init__(io.BytesIO(pickled))
         self._copies = copies
+        self._meshes = meshes
 
-    def persistent_load(self, found: tuple[int, torch.dtype | None]) -> Any:
+    def persistent_load(self, found: int | tuple[int, torch.dtype | None]) -> Any:
+        if isinstance(found, int):
+            return self._meshes[found]
         number, dtype = found
         copy = self._copies[number]
         if dtype is None:

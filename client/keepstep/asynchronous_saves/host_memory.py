@@ -32,7 +32,7 @@ class HostMemory:
     def __init__(self) -> None:
         self.most_growth_bytes: int | None = None
         self.copies: dict[tuple[str, int, int], Any] = {}
-        self._blocks: list[mmap.mmap] = []
+        self._blocks: list[_Block] = []
         self._block = 0
         self._offset = 0
 
@@ -66,10 +66,10 @@ class HostMemory:
         for index, size in enumerate(sizes):
             while block < len(self._blocks) and offset + size > len(self._blocks[block]):
                 block, offset = block + 1, 0
-            if block == len(self._blocks) and not self._grow(sum(map(_aligned, sizes[index:]))):
+            if block == len(self._blocks) and not self._grow(sum(map(aligned, sizes[index:]))):
                 return None
             places.append((block, offset))
-            offset += _aligned(size)
+            offset += aligned(size)
         self._block, self._offset = block, offset
         return places
 
@@ -89,13 +89,39 @@ class HostMemory:
             return False
         # Private where that can be said: shared memory counts differently, and children would see it.
         private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if sys.platform != "win32" else {}
-        block = mmap.mmap(-1, max(size_bytes, _ALIGNMENT_BYTES), **private)
-        _pin(block)
+        block = _Block(-1, max(size_bytes, _ALIGNMENT_BYTES), **private)
+        block.pin()
         self._blocks.append(block)
         return True
 
 
-def _aligned(size_bytes: int) -> int:
+class _Block(mmap.mmap):
+    """Memory that is mapped, and pinned, until nothing refers to it."""
+
+    _pinned_address = 0
+
+    def pin(self) -> None:
+        import torch
+
+        if not _pins_memory():
+            return
+        address = torch.frombuffer(self, dtype=torch.uint8).data_ptr()
+        failure = torch.cuda.cudart().cudaHostRegister(address, len(self), 0)  # type: ignore[no-untyped-call]
+        if int(failure):
+            _log.debug("memory not pinned: bytes=%d error=%s", len(self), failure)
+        else:
+            self._pinned_address = address
+
+    def __del__(self) -> None:
+        # An ending process gives up all of its memory.
+        if self._pinned_address and not sys.is_finalizing():
+            import torch
+
+            torch.cuda.cudart().cudaHostUnregister(self._pinned_address)  # type: ignore[no-untyped-call]
+
+
+def aligned(size_bytes: int) -> int:
+    """Return how much memory a piece of that size takes."""
     return -(-size_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
 
@@ -104,17 +130,6 @@ def _pins_memory() -> bool:
     import torch
 
     return bool(torch.cuda.is_available() and torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
-
-
-def _pin(block: mmap.mmap) -> None:
-    import torch
-
-    if not _pins_memory():
-        return
-    pages = torch.frombuffer(block, dtype=torch.uint8)
-    failure = torch.cuda.cudart().cudaHostRegister(pages.data_ptr(), len(block), 0)  # type: ignore[no-untyped-call]
-    if int(failure):
-        _log.debug("memory not pinned: bytes=%d error=%s", len(block), failure)
 
 
 def free_memory_bytes() -> int | None:

@@ -4,7 +4,7 @@ So the memory for the first copy can be made before the first save, which then c
 """
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final
 
 _hooked: Final[set[int]] = set()
@@ -35,13 +35,13 @@ def _after_step(optimizer: Any, *_: Any) -> None:
         _stepped.append(optimizer)
         return
     # The first one steps again.
-    sizes = {tensor.data_ptr(): tensor.nbytes for one in _stepped for tensor in _tensors(one)}
+    sizes = _sizes(tensor for one in _stepped for tensor in _tensors(one))
     asking = list(_asking)
     _asking.clear()
     _stepped.clear()
     for tell, model in asking:
         beside = [] if model is None else [*model.parameters(), *model.buffers()]
-        tell(sum((sizes | {tensor.data_ptr(): tensor.nbytes for tensor in beside}).values()))
+        tell(sum((sizes | _sizes(beside)).values()))
 
 
 def _is_captured() -> bool:
@@ -52,6 +52,12 @@ def _is_captured() -> bool:
     return is_capturing or torch.compiler.is_compiling()
 
 
+def _sizes(tensors: Iterable[Any]) -> dict[int, int]:
+    """Address -> bytes; of a sharded tensor those of this rank's part."""
+    parts = [getattr(tensor, "_local_tensor", tensor) for tensor in tensors]
+    return {part.data_ptr(): part.nbytes for part in parts}
+
+
 def _tensors(optimizer: Any) -> Iterator[Any]:
     import torch
 
@@ -59,6 +65,5 @@ def _tensors(optimizer: Any) -> Iterator[Any]:
         for parameter in group["params"]:
             kept = optimizer.state.get(parameter, {})
             for one in (parameter, *(kept.values() if isinstance(kept, dict) else ())):
-                local = getattr(one, "_local_tensor", one)
-                if isinstance(local, torch.Tensor):
-                    yield local
+                if isinstance(one, torch.Tensor):
+                    yield one

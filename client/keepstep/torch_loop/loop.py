@@ -1,9 +1,10 @@
 """A training loop that resumes, saves when it is due, and leaves when the pod ends.
 
-Owns how a save is made: periodic ones while training continues, the just-in-time one at once. A save that fails costs a
-warning, except the last of all. Every rank calls the same at the same steps.
+Owns which save is made in the background: periodic ones are, the just-in-time one and the last one are not. A save that
+fails costs a warning, except the last of all. Every rank calls the same at the same steps.
 """
 
+import contextlib
 import logging
 from collections.abc import Iterator
 from datetime import timedelta
@@ -11,6 +12,7 @@ from typing import Any, Final
 
 import torch
 
+from keepstep.asynchronous_saves.host_copy import copied_bytes
 from keepstep.checkpointer import Checkpointer
 from keepstep.checkpoints.records import Kind
 from keepstep.errors import ErrorKind, RestoreError, VolumeError, final_checkpoint_lost
@@ -73,7 +75,7 @@ class TorchLoop:
         )
         self._checkpointer = Checkpointer() if checkpointer is None else checkpointer
         self._saver = Saver(self._state.storage)
-        self._warm = False
+        self._has_stepped = False
         self._resume()
 
     @property
@@ -106,7 +108,6 @@ class TorchLoop:
         *,
         recovery_point: str | timedelta | None = None,
         max_overhead: float = 0.0,
-        asynchronous: bool = True,
     ) -> None:
         """Count an optimizer step, and save when a save is due, when the pod is ending, or when somebody asked.
 
@@ -117,26 +118,24 @@ class TorchLoop:
                 saves. By default 100 steps, or none with a `recovery_point`.
             recovery_point: The oldest that the newest committed checkpoint may get, as for `Checkpointer.should_save`.
             max_overhead: The largest share of the training's time that those saves may take, such as 0.01.
-            asynchronous: Training continues while a save is written. This takes memory for one more copy of this rank's
-                state. A just-in-time save is never asynchronous.
 
         Raises:
             UsageError: In the first call, when a part of the state could not be loaded again.
             SystemExit: With code 143, after a just-in-time save.
         """
         self._state.step += 1
-        if not self._warm:
-            self._state.capture()
-        kind = self._checkpointer.kind_due(
+        if not self._has_stepped:
+            self._has_stepped = True
+            state = self._state.capture()
+            # What cannot be copied cannot be saved either, and the save says so.
+            with contextlib.suppress(Exception):
+                self._checkpointer.reserve(copied_bytes(state))
+        if self._checkpointer.kind_due(
             self._state.step, every, recovery_point=recovery_point, max_overhead=max_overhead
-        )
-        if kind is not None:
-            self._save(background=asynchronous and kind is Kind.PERIODIC)
-        elif asynchronous and not self._warm:
-            self._saver.warm_up(self._state.capture)
-        self._warm = True
+        ):
+            self._save()
         if self._checkpointer.stopping:
-            self._leave()
+            self._checkpointer.finish()
 
     def finish(self) -> None:
         """End the training: save the last step if it is not saved yet, and stop handling SIGTERM.
@@ -145,10 +144,9 @@ class TorchLoop:
             VolumeError: The last step could not be saved.
             SystemExit: With code 143, after a just-in-time save.
         """
-        self._wait()
-        if self.steps_done != self._saver.saved_step:
-            self._save(background=False, kind=Kind.FINAL)
-        self._leave()
+        if self._checkpointer.wait() and self.steps_done != self._saver.saved_step:
+            self._save(Kind.FINAL)
+        self._checkpointer.finish()
         if self.steps_done != self._saver.saved_step:
             raise final_checkpoint_lost(self.steps_done)
 
@@ -165,32 +163,10 @@ class TorchLoop:
             self._saver.saved_step = self._state.step
             return
 
-    def _save(self, *, background: bool, kind: Kind | None = None) -> None:
-        if not self._wait():
-            return
+    def _save(self, kind: Kind | None = None) -> None:
         try:
             saving = self._checkpointer.begin(self.steps_done, kind)
         except VolumeError as error:
-            _warn(error)
+            _log.warning("not saved, training goes on: error=%s hint=%s", error, error.hint)
             return
-        # A termination notice may have come while the last save was written.
-        background = background and saving.kind is Kind.PERIODIC
-        save = self._saver.save if background else self._saver.save_now
-        save(saving, self._state.capture)
-
-    def _leave(self) -> None:
-        if self._wait():
-            self._saver.close()
-        self._checkpointer.finish()
-
-    def _wait(self) -> bool:
-        try:
-            self._saver.wait()
-        except VolumeError as error:
-            _warn(error)
-            return False
-        return True
-
-
-def _warn(error: VolumeError) -> None:
-    _log.warning("not saved, training goes on: error=%s hint=%s", error, error.hint)
+        self._saver.save(saving, self._state.capture)

@@ -68,7 +68,7 @@ class Storage:
         except (Exception, CheckpointException) as error:
             _raise_ours(error)
             # On a full disk torch often raises something unrelated.
-            hint = "check whether the volume of that rank is full"
+            hint = "if the error names no other cause, check whether the volume of that rank is full"
             raise VolumeError(ErrorKind.VOLUME_UNUSABLE, f"not written: {_reason(error)}", hint=hint) from error
 
     def open(self, source: Source) -> "StoredState":
