@@ -5,6 +5,7 @@ after a just-in-time save. Does not know how a checkpoint is written or named. A
 UsageError when the ranks cannot save together, and VolumeError.
 """
 
+import ctypes
 import logging
 import math
 import os
@@ -36,19 +37,38 @@ _PATIENCE_SECONDS: Final = 10.0
 _SAVES_NOTED: Final = 8
 
 
-def leave() -> NoReturn:
-    """Raise SystemExit(143), and end the process by force if its exit hangs.
+_is_leaving = False
 
-    A process group may wait at exit for ranks that are gone.
+
+class _LeftError(SystemExit):
+    """Ends the main thread when another one has trained."""
+
+    def __init__(self) -> None:
+        super().__init__(names.JUST_IN_TIME_EXIT_CODE)
+
+
+def leave() -> NoReturn:
+    """Raise SystemExit(143), in the main thread too, and end the process by force if its exit hangs.
+
+    A process group may wait at exit for ranks that are gone, and a main thread for what the training returns.
     """
-    threading.Thread(target=_end_what_hangs, name="keepstep-leave", daemon=True).start()
+    global _is_leaving
+    main = threading.main_thread()
+    trains_in_main = threading.current_thread() is main
+    if not trains_in_main and not _is_leaving and main.ident is not None:
+        # Once: on its way out, the main thread may take its time.
+        _is_leaving = True
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(main.ident), ctypes.py_object(_LeftError))
+    patience = None if trains_in_main else _PATIENCE_SECONDS
+    threading.Thread(target=_end_what_hangs, args=(patience,), name="keepstep-leave", daemon=True).start()
     raise SystemExit(names.JUST_IN_TIME_EXIT_CODE)
 
 
-def _end_what_hangs() -> None:
+def _end_what_hangs(patience: float | None) -> None:
     # The time counts from the end of the main thread, because the program's own clean-up may take long.
-    threading.main_thread().join()
-    time.sleep(_PATIENCE_SECONDS)
+    threading.main_thread().join(patience)
+    if not threading.main_thread().is_alive():
+        time.sleep(_PATIENCE_SECONDS)
     sys.stderr.flush()
     sys.stdout.flush()
     os._exit(names.JUST_IN_TIME_EXIT_CODE)

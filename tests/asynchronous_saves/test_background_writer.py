@@ -2,6 +2,8 @@
 
 import logging
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -164,6 +166,16 @@ def test_a_writer_that_hangs_ends_asynchronous_saves_and_not_the_training(
     assert not writer.begin(tmp_path).take(tmp_path / "b", lambda _: HostCopy(value="x", size_bytes=1), slow.write)
     writer.close()
     assert not slow.written
+
+
+def test_a_program_that_becomes_another_one_waits_for_what_is_written(tmp_path: Path) -> None:
+    program = Path(__file__).with_name("replaced_process.py")
+    ended = subprocess.run(
+        [sys.executable, str(program), str(tmp_path)], capture_output=True, text=True, timeout=HANG_SECONDS
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.splitlines() == ["[]", "the other program"]
+    assert torch.equal(torch.load(tmp_path / "checkpoint-1" / "state.pt"), torch.zeros(1024))
 
 
 def test_the_thread_that_writes_gives_way_to_the_training(writer: BackgroundWriter, tmp_path: Path) -> None:

@@ -107,19 +107,73 @@ def test_a_handler_installed_later_is_left_in_place(make: Make) -> None:
     assert callable(before)
 
 
-def test_outside_the_main_thread_the_signal_file_alone_is_watched(
-    make: Make, signal_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    request_save(signal_path, 0)
-    before = signal.getsignal(signal.SIGTERM)
-    gates: list[SingleProcessGate] = []
-    thread = threading.Thread(target=lambda: gates.append(make()))
+def in_thread(work: Callable[[], object]) -> None:
+    thread = threading.Thread(target=work)
     thread.start()
     thread.join(HANG_SECONDS)
+
+
+def terminate(gate: SingleProcessGate) -> None:
+    """Send SIGTERM, and wait until any thread has taken it."""
+    os.kill(os.getpid(), signal.SIGTERM)
+    until = time.monotonic() + HANG_SECONDS
+    while not gate._sigterm.received and time.monotonic() < until:
+        time.sleep(0.001)
+
+
+def test_another_thread_than_the_main_one_hears_of_sigterm_too(make: Make, signal_path: Path) -> None:
+    request_save(signal_path, 0)
+    before = signal.getsignal(signal.SIGTERM)
+    seen: list[Action] = []
+
+    def train() -> None:
+        gate = make()
+        seen.append(gate.at(1))
+        terminate(gate)
+        seen.append(gate.at(2))
+        gate._sigterm.close()
+        seen.append(gate.at(3))
+
+    in_thread(train)
+    assert seen == [Action.NOTHING, Action.SAVE_AND_EXIT, Action.SAVE_AND_EXIT]
     assert signal.getsignal(signal.SIGTERM) == before
-    assert "SIGTERM is not handled" in caplog.text
-    request_save(signal_path, 1, deadline_unix=time.time() + 3600)
-    assert gates[0].at(1) is Action.SAVE_AND_EXIT
+
+
+def test_another_thread_leaves_the_handler_of_the_program_in_place(make: Make, signal_path: Path) -> None:
+    request_save(signal_path, 0)
+    handled: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: handled.append(number))
+    seen: list[Action] = []
+
+    def train() -> None:
+        gate = make()
+        terminate(gate)
+        seen.append(gate.at(1))
+        gate._sigterm.close()
+
+    in_thread(train)
+    assert seen == [Action.SAVE_AND_EXIT]
+    assert handled == [signal.SIGTERM]
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert handled == [signal.SIGTERM, signal.SIGTERM]
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_a_worker_that_another_thread_forked_dies_of_sigterm(make: Make) -> None:
+    codes: list[int] = []
+
+    def train() -> None:
+        gate = make()
+        process_id = os.fork()
+        if process_id == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+            os._exit(0)
+        codes.append(os.waitpid(process_id, 0)[1])
+        assert gate.at(1) is Action.NOTHING
+        gate._sigterm.close()
+
+    in_thread(train)
+    assert codes == [signal.SIGTERM]
 
 
 def test_a_forked_worker_dies_of_sigterm(make: Make) -> None:

@@ -7,16 +7,18 @@ the training waits while the files are written, as it would without Keepstep.
 """
 
 import contextlib
+import functools
 import logging
 import os
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from keepstep.asynchronous_saves import state_size
 from keepstep.asynchronous_saves.empty_file import make_empty
@@ -293,6 +295,7 @@ class BackgroundWriter:
         """Do `work` in the thread, after everything before it."""
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "keepstep-save", _begin_thread)
+            _finish_before_exec(self)
         try:
             self._last = self._thread.submit(work)
         except RuntimeError:
@@ -319,6 +322,28 @@ def _forget_frames(error: BaseException | None) -> None:
         seen.append(error)
         error.__traceback__ = None
         error = error.__cause__ or error.__context__
+
+
+_writers: Final["dict[int, weakref.WeakSet[BackgroundWriter]]"] = {}
+"""Id of a process -> its writers that have a thread. A forked child has the objects, and not the threads."""
+
+
+def _finish_before_exec(writer: BackgroundWriter) -> None:
+    """Have `os.exec…` wait for what `writer` writes: it ends all threads."""
+    if not _writers:
+        # The other functions of this kind call one of these.
+        os.execv, os.execve = _finishing(os.execv), _finishing(os.execve)
+    _writers.setdefault(os.getpid(), weakref.WeakSet()).add(writer)
+
+
+def _finishing(replace_process: Callable[..., NoReturn]) -> Callable[..., NoReturn]:
+    @functools.wraps(replace_process)
+    def finish_and_replace(*arguments: Any, **keywords: Any) -> NoReturn:
+        for writer in list(_writers.get(os.getpid(), ())):
+            writer.wait()
+        replace_process(*arguments, **keywords)
+
+    return finish_and_replace
 
 
 def _begin_thread() -> None:

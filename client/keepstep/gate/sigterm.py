@@ -1,64 +1,77 @@
 """SIGTERM as a source of termination notices.
 
 A Python signal handler does not run while the main thread is inside C++, where a collective may keep it for seconds. So
-the wake-up descriptor, which is written at the C level, tells the gate's thread too. Owns the process's SIGTERM handler
-until `close`, else until the process ends.
+the wake-up descriptor, which is written at the C level, tells the gate's thread too. A training in another thread than
+the main one cannot install such a handler: it takes faulthandler's, which is in C and writes to our socket. Owns the
+process's SIGTERM handler until `close`, else until the process ends.
 """
 
 import atexit
 import contextlib
+import faulthandler
 import functools
-import logging
 import os
 import signal
 import socket
 import threading
 import weakref
 from types import FrameType
-from typing import Any, Final
+from typing import Any
 
 from keepstep.operating_system import HAS_AGENTS
 
-_log: Final = logging.getLogger("keepstep")
+_held_by_faulthandler = False
 
 
 class Sigterm:
     """Handles SIGTERM, on Linux alone, and records that it was received. One other thread may `wait` for it."""
 
     def __init__(self) -> None:
-        self.received = False
         self.held = False
         """Whether SIGTERM is ignored."""
+        self._received = False
         self._previous: Any = None
         self._installed = False
+        self._by_faulthandler = False
+        self._is_waited_for = False
         self._wake_reader: socket.socket | None = None
         self._wake_writer: socket.socket | None = None
         if not HAS_AGENTS:
             return
-        if threading.current_thread() is not threading.main_thread():
-            _log.warning("SIGTERM is not handled: the Checkpointer was not made in the main thread")
-            return
-        self._previous = signal.signal(signal.SIGTERM, self._handle)
+        if threading.current_thread() is threading.main_thread():
+            self._previous = signal.signal(signal.SIGTERM, self._handle)
+        else:
+            self._by_faulthandler = True
+            # Without a handler of the program's, the one before would end the process.
+            chain = signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+            faulthandler.register(signal.SIGTERM, self._open_socket().fileno(), all_threads=False, chain=chain)
         self._installed = True
         # A DataLoader ends its forked workers with SIGTERM, and they must die of it.
         os.register_at_fork(after_in_child=functools.partial(_restore_in_child, weakref.ref(self)))
 
+    @property
+    def received(self) -> bool:
+        """Whether SIGTERM has come."""
+        if self._by_faulthandler and not self._received and not self._is_waited_for and self._wake_reader is not None:
+            with contextlib.suppress(BlockingIOError):
+                self._take_note(self._wake_reader.recv(256))
+        return self._received
+
     def take_again(self) -> None:
         """Install this handler again, without chaining to the one that a framework installed over it."""
-        if self._installed and threading.current_thread() is threading.main_thread():
+        if self._installed and not self._by_faulthandler and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, self._handle)
 
     def watch_from_thread(self) -> None:
         """Let one other thread `wait`."""
+        self._is_waited_for = True
         if self._wake_writer is not None:
             return
-        self._wake_reader, self._wake_writer = socket.socketpair()
-        self._wake_reader.setblocking(False)
-        self._wake_writer.setblocking(False)
+        writer = self._open_socket()
         if not self._installed or threading.current_thread() is not threading.main_thread():
             # The handler wakes the thread instead, once the main thread is back in Python.
             return
-        previous = signal.set_wakeup_fd(self._wake_writer.fileno(), warn_on_full_buffer=False)
+        previous = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
         if previous != -1:
             # An event loop depends on the descriptor that it has set.
             signal.set_wakeup_fd(previous)
@@ -70,9 +83,8 @@ class Sigterm:
         # Not select, which is limited to 1,024 descriptors: a trainer may have more files open. Windows has no poll.
         reader.settimeout(seconds)
         with contextlib.suppress(TimeoutError, BlockingIOError):
-            if signal.SIGTERM in reader.recv(256):
-                self.received = True
-        return self.received
+            self._take_note(reader.recv(256))
+        return self._received
 
     def wake(self) -> None:
         """End a `wait` in the other thread."""
@@ -85,7 +97,10 @@ class Sigterm:
 
     def hold(self) -> None:
         """Ignore SIGTERM until the process ends: when the first rank exits, torchrun signals the others."""
-        if threading.current_thread() is threading.main_thread():
+        global _held_by_faulthandler
+        if self._by_faulthandler:
+            self.held = _held_by_faulthandler = True
+        elif threading.current_thread() is threading.main_thread():
             self._sleep_no_more()
             self.held = True
             # A framework's handler would end this process in another way.
@@ -93,13 +108,24 @@ class Sigterm:
 
     def close(self) -> None:
         """Restore the previous SIGTERM handler, unless another one was installed over ours. Idempotent."""
-        if threading.current_thread() is threading.main_thread():
+        if self._by_faulthandler or threading.current_thread() is threading.main_thread():
             self._restore()
+
+    def _open_socket(self) -> socket.socket:
+        self._wake_reader, self._wake_writer = socket.socketpair()
+        self._wake_reader.setblocking(False)
+        self._wake_writer.setblocking(False)
+        return self._wake_writer
+
+    def _take_note(self, received: bytes) -> None:
+        # Numbers of signals, or the text of faulthandler; zeros are of `wake`.
+        if signal.SIGTERM in received or (self._by_faulthandler and received.strip(b"\0")):
+            self._received = True
 
     def _handle(self, signal_number: int, frame: FrameType | None) -> None:
         if self.held:
             return
-        self.received = True
+        self._received = True
         self.wake()
         if callable(self._previous):
             try:
@@ -109,17 +135,21 @@ class Sigterm:
                 return
 
     def _restore(self) -> None:
+        if self._by_faulthandler:
+            # First, as it would write to whatever has the number of the socket by then.
+            faulthandler.unregister(signal.SIGTERM)
         self._sleep_no_more()
-        if self._installed and signal.getsignal(signal.SIGTERM) == self._handle:
+        if self._installed and not self._by_faulthandler and signal.getsignal(signal.SIGTERM) == self._handle:
             signal.signal(signal.SIGTERM, signal.SIG_DFL if self._previous is None else self._previous)
         self._installed = False
 
     def _sleep_no_more(self) -> None:
         if self._wake_writer is None or self._wake_reader is None:
             return
-        current = signal.set_wakeup_fd(-1)
-        if current not in (-1, self._wake_writer.fileno()):
-            signal.set_wakeup_fd(current)
+        if not self._by_faulthandler:
+            current = signal.set_wakeup_fd(-1)
+            if current not in (-1, self._wake_writer.fileno()):
+                signal.set_wakeup_fd(current)
         self._wake_reader.close()
         self._wake_writer.close()
         self._wake_reader = self._wake_writer = None
@@ -138,5 +168,7 @@ def _hold_to_the_end() -> None:
     # that. SIG_IGN stays, but programs that are started from then on inherit it. So this is registered early, to be
     # called late.
     sigterm = getattr(signal.getsignal(signal.SIGTERM), "__self__", None)
-    if isinstance(sigterm, Sigterm) and sigterm.held:
+    if _held_by_faulthandler:
+        faulthandler.unregister(signal.SIGTERM)
+    if _held_by_faulthandler or (isinstance(sigterm, Sigterm) and sigterm.held):
         signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -67,6 +67,8 @@ class _Loop:
         # The optimizers that made the current step. When one of them steps again, the next step begins.
         self._stepped: set[int] = set()
         self._trained_in: list[bool] | None = None
+        self._thread = threading.current_thread()
+        """The one that trains."""
         self._asked_step: int | None = None
         # The last checkpoint that the program saved or resumed from: its path, its step, and the arguments of the save.
         self._place: Path | None = None
@@ -156,6 +158,7 @@ class _Loop:
         if not self._stepped:
             self._counted += 1
             self._trained_in = self._modes()
+            self._thread = threading.current_thread()
         self._stepped.add(id(optimizer))
 
     def between_steps(self) -> None:
@@ -288,7 +291,7 @@ class _Loop:
 
     def _trains(self) -> bool:
         """Whether this is the training loop, and not an evaluation or another thread that reads ahead."""
-        if threading.current_thread() is not threading.main_thread():
+        if threading.current_thread() is not self._thread:
             return False
         modes = self._modes()
         return modes == self._trained_in if self._trained_in is not None else any(modes) or not modes
