@@ -24,8 +24,8 @@ unexport PYTHONDONTWRITEBYTECODE
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 .PHONY: setup setup-tests node demo fleet test test-quick test-slow test-root test-all test-nightly test-nightly-root \
-	test-containers test-python test-compatibility compatibility soak simulate hostile chaos lint format proto proto-check \
-	pages site docs bench scale clean
+	test-containers test-gpu test-python test-compatibility compatibility soak simulate hostile chaos lint format proto \
+	proto-check pages site docs bench scale clean
 
 setup: $(READY)
 
@@ -60,7 +60,7 @@ fleet: setup
 test: test-quick test-slow test-root
 
 test-quick: $(FRAMEWORKS) node
-	$(PYTEST) -m "not (slow or trainers or root or containers or nightly)"
+	$(PYTEST) -m "not (slow or trainers or root or containers or nightly or gpu)"
 
 # The files that use a marker, and the folders where a conftest.py does. To import all others in every process takes
 # longer than some tests.
@@ -77,8 +77,8 @@ test-root: $(FRAMEWORKS)
 	$(PYTEST) -m "root and not (containers or nightly)" $(call marked,mark\.root)
 
 # Everything else too, one part after the other, with the times of each: make test-all PARTS="test-nightly chaos"
-PARTS ?= test-quick test-slow test-root test-nightly test-nightly-root test-containers test-compatibility simulate \
-	hostile chaos soak
+PARTS ?= test-quick test-slow test-root test-nightly test-nightly-root test-containers test-gpu test-compatibility \
+	simulate hostile chaos soak
 test-all: setup-tests
 	.ci/lanes $(PARTS)
 
@@ -92,6 +92,10 @@ test-nightly-root: $(FRAMEWORKS)
 test-containers: $(READY)
 	$(BIN)/python -m pytest -rsP -m containers tests/containers
 
+# Skips where torch finds no GPU. What a CPU can show of it: GPU_LANE_DEVICE=cpu make test-gpu
+test-gpu: $(FRAMEWORKS)
+	$(BIN)/python -m pytest -rsP -m gpu tests/gpu
+
 # The quick tests on another Python, less those that import torch where it has no wheel: make test-python PYTHON=python3.13
 OTHER_PYTHON = .tools/$(shell $(PYTHON) -c 'import sys; print("python%d.%d" % sys.version_info[:2])')
 test-python:
@@ -99,7 +103,7 @@ test-python:
 	$(OTHER_PYTHON)/bin/python -m pip install --quiet --constraint constraints.txt --upgrade pip
 	$(OTHER_PYTHON)/bin/python -m pip install --quiet --constraint constraints.txt $(PACKAGES) --group test
 	$(OTHER_PYTHON)/bin/python -m pytest -n $(WORKERS) --dist worksteal \
-		-m "not (slow or trainers or root or containers or nightly)"
+		-m "not (slow or trainers or root or containers or nightly or gpu)"
 
 # The trainer's package with every protobuf, grpcio and Python of tests/compatibility/environments.py, as far as these
 # Pythons are on the PATH.

@@ -21,6 +21,7 @@ from tests.servers.process import free_port
 
 from keepstep_api import names
 
+_FRAMEWORKS: Final = tuple(framework for framework in FRAMEWORKS if framework != "plain")
 _STEPS: Final = {(1, ALONE): 45, (1, KEEPSTEP): 125, (2, ALONE): 45, (2, KEEPSTEP): 45}
 """By how many ranks and which way."""
 
@@ -28,10 +29,10 @@ _STEPS: Final = {(1, ALONE): 45, (1, KEEPSTEP): 125, (2, ALONE): 45, (2, KEEPSTE
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--framework", action="append", choices=list(FRAMEWORKS))
+    parser.add_argument("--framework", action="append", choices=_FRAMEWORKS)
     options = parser.parse_args()
     runs: Runs = {}
-    for framework in options.framework or FRAMEWORKS:
+    for framework in options.framework or _FRAMEWORKS:
         for _ in range(options.rounds):
             for (ranks, way), steps in _STEPS.items():
                 runs.setdefault((framework, ranks, way), []).append(_trained(framework, way, steps, ranks=ranks))

@@ -1,9 +1,10 @@
 """A training of 1 GiB of state in one framework, which prints as JSON how long each step and each save held it up.
 
-    program.py FRAMEWORK DIRECTORY STEPS SAVE_EVERY [--keepstep]
+    program.py FRAMEWORK DIRECTORY STEPS SAVE_EVERY [--keepstep] [--device cuda] [--layers N] [--stop-at STEP]
 
 The frameworks get the same model and the same steps, TRL a language model of the same size. A save is what the
-framework's own method for it takes. With more ranks, rank 0 prints.
+framework's own method for it takes; "plain" has no framework. With more ranks, rank 0 prints. With `--stop-at`, SIGTERM
+comes in that step, and the time of it is all that is printed.
 """
 
 import argparse
@@ -11,6 +12,7 @@ import json
 import os
 import resource
 import shutil
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -47,7 +49,8 @@ class Rows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 class Clock:
     """How long saves took, when steps ended, and during which of them a checkpoint was being written."""
 
-    def __init__(self) -> None:
+    def __init__(self, stop_at: int) -> None:
+        self.stop_at = stop_at
         self.saves: list[float] = []
         self.steps: list[float] = []
         self.in_flight: list[bool] = []
@@ -68,13 +71,17 @@ class Clock:
         self.steps.append(time.perf_counter())
         run = FrameworkRun._current
         self.in_flight.append(run is not None and bool(run._behind))
+        if len(self.steps) == self.stop_at:
+            print(json.dumps({"stopped_at": time.time()}), flush=True)
+            os.kill(os.getpid(), signal.SIGTERM)
 
 
 def hugging_face(options: argparse.Namespace, clock: Clock) -> None:
     import transformers
 
     arguments = transformers.TrainingArguments(**_trainer_arguments(options), per_device_train_batch_size=ROWS)
-    _train_trainer(transformers.Trainer(model=Model(), args=arguments, train_dataset=Rows()), options, clock)
+    trainer = transformers.Trainer(model=Model(options.layers), args=arguments, train_dataset=Rows())
+    _train_trainer(trainer, options, clock)
 
 
 def trl(options: argparse.Namespace, clock: Clock) -> None:
@@ -105,7 +112,8 @@ def trl(options: argparse.Namespace, clock: Clock) -> None:
 def _trainer_arguments(options: argparse.Namespace) -> dict[str, Any]:
     return {
         "output_dir": str(options.directory / "out"),
-        "use_cpu": True,
+        "use_cpu": options.device == "cpu",
+        "dataloader_pin_memory": options.device != "cpu",
         "max_steps": options.steps,
         "save_steps": options.save_every or 1,
         "save_strategy": "steps" if options.save_every else "no",
@@ -137,7 +145,7 @@ def lightning(options: argparse.Namespace, clock: Clock) -> None:
     class Module(lightning.LightningModule):  # type: ignore[misc]  # may not be installed where mypy is
         def __init__(self) -> None:
             super().__init__()
-            self.model = Model()
+            self.model = Model(options.layers)
 
         def training_step(self, batch: dict[str, torch.Tensor], _: int) -> torch.Tensor:
             return self.model(**batch)["loss"]  # type: ignore[no-any-return]
@@ -150,7 +158,7 @@ def lightning(options: argparse.Namespace, clock: Clock) -> None:
 
     checkpoint = ModelCheckpoint(options.directory / "out", every_n_train_steps=options.save_every or options.steps + 1)
     trainer = lightning.Trainer(
-        accelerator="cpu",
+        accelerator="cpu" if options.device == "cpu" else "gpu",
         devices=RANKS,
         strategy="ddp" if RANKS > 1 else "auto",
         max_steps=options.steps,
@@ -200,9 +208,9 @@ def deepspeed(options: argparse.Namespace, clock: Clock) -> None:
 def accelerate(options: argparse.Namespace, clock: Clock) -> None:
     import accelerate
 
-    accelerator = accelerate.Accelerator(cpu=True)
+    accelerator = accelerate.Accelerator(cpu=options.device == "cpu")
     _protect(accelerator, options)
-    model = Model()
+    model = Model(options.layers)
     optimizer = torch.optim.AdamW(model.parameters())
     loader = torch.utils.data.DataLoader(Rows(), batch_size=ROWS)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
@@ -221,6 +229,38 @@ def accelerate(options: argparse.Namespace, clock: Clock) -> None:
     accelerator.end_training()
 
 
+def plain(options: argparse.Namespace, clock: Clock) -> None:
+    import keepstep
+
+    model = Model(options.layers).to(options.device)
+    optimizer = torch.optim.AdamW(model.parameters())
+    inputs = torch.ones(ROWS, SIDE, device=options.device)
+    checkpointer = keepstep.Checkpointer(options.directory) if options.keepstep else None
+
+    def save(step: int) -> None:
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        if checkpointer is None:
+            torch.save(state, options.directory / "state.pt")
+            return
+        with checkpointer.save(step) as folder:
+            torch.save(state, folder / "state.pt")
+
+    timed = clock.timed(save)
+    for step in range(1, options.steps + 1):
+        optimizer.zero_grad()
+        model(inputs)["loss"].backward()
+        optimizer.step()
+        clock.stepped()
+        if (options.save_every and step % options.save_every == 0) or (
+            checkpointer is not None and checkpointer.should_save(step, every=0)
+        ):
+            timed(step)
+        if checkpointer is not None and checkpointer.stopping:
+            break
+    if checkpointer is not None:
+        checkpointer.finish()
+
+
 def _protect(trainer: Any, options: argparse.Namespace) -> None:
     if options.keepstep:
         import keepstep
@@ -236,9 +276,12 @@ def main() -> None:
     parser.add_argument("steps", type=int)
     parser.add_argument("save_every", type=int)
     parser.add_argument("--keepstep", action="store_true")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--layers", type=int, default=LAYERS)
+    parser.add_argument("--stop-at", type=int, default=-1)
     options = parser.parse_args()
     torch.manual_seed(7)
-    clock = Clock()
+    clock = Clock(options.stop_at)
     FRAMEWORKS[options.framework](options, clock)
     ended_at = time.perf_counter()
     measured = {
@@ -258,6 +301,7 @@ FRAMEWORKS: Final = {
     "lightning": lightning,
     "accelerate": accelerate,
     "deepspeed": deepspeed,
+    "plain": plain,
 }
 
 if __name__ == "__main__":

@@ -142,7 +142,8 @@ class CheckpointWriter:
     def warn_given_up(self, error: BaseException) -> None:
         """Say that the checkpoint is lost, and why."""
         hint = getattr(error, "hint", "")
-        if not hint and self.failed_by_volume(error):
+        # One that was given up needs no look at the volume, for which its successor would wait.
+        if not hint and not isinstance(error, InterruptedError) and self.failed_by_volume(error):
             hint = "check whether the volume is full"
         # Its words alone: what the error refers to may keep a deleted file open, and its room taken.
         line = f"checkpoint given up, training goes on: step={self.step} error={reason(error)}"

@@ -50,8 +50,8 @@ class Checkpointer:
         keep_local: How many complete checkpoints stay on the local disk.
         rank0_only: This process saves for all ranks; the other ranks make no Checkpointer.
         asynchronous: False: training waits until a periodic save is written, and not only for a copy of what
-            `torch.save` and safetensors' `save_file` get. The copy takes memory for one more state. By default the
-            environment decides, else it is true.
+            `torch.save`, safetensors' `save_file` and `TorchLoop` get. The copy takes memory for one more state. By
+            default the environment decides, else it is true.
 
     Raises:
         UsageError: An argument makes no sense.
@@ -271,10 +271,17 @@ class Checkpointer:
             raise saving.failure
         return saving
 
-    def reserve(self, size_bytes: int) -> None:
-        """Have the memory for the copy of a state of that size before the first save that is asynchronous."""
+    def reserve(self, size_bytes: int, *, on_all_ranks: bool = False) -> None:
+        """Have the memory for the copy of a state of that size before the first save that is asynchronous.
+
+        If there is too little, it does nothing, and the first save says so.
+
+        Args:
+            size_bytes: Of what this rank saves.
+            on_all_ranks: All ranks of this machine save as much, and share its free memory.
+        """
         if self._asynchronous:
-            self._writer.reserve(size_bytes)
+            self._writer.reserve(size_bytes, ranks=self._session.settings.ranks.local_world_size if on_all_ranks else 1)
 
     def wait(self) -> bool:
         """Wait until the last save is complete or given up. Returns False if that takes more than an hour."""

@@ -5,6 +5,7 @@ after a just-in-time save. Does not know how a checkpoint is written or named. A
 UsageError when the ranks cannot save together, and VolumeError.
 """
 
+import atexit
 import ctypes
 import logging
 import math
@@ -16,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final, NoReturn
+from typing import ClassVar, Final, NoReturn
 
 from keepstep.agent_client.client import Agent
 from keepstep.agent_client.liveness import claimed, hold_liveness_lock
@@ -43,8 +44,11 @@ _is_leaving = False
 class _LeftError(SystemExit):
     """Ends the main thread when another one has trained."""
 
+    is_raised: ClassVar = threading.Event()
+
     def __init__(self) -> None:
         super().__init__(names.JUST_IN_TIME_EXIT_CODE)
+        self.is_raised.set()
 
 
 def leave() -> NoReturn:
@@ -55,20 +59,37 @@ def leave() -> NoReturn:
     global _is_leaving
     main = threading.main_thread()
     trains_in_main = threading.current_thread() is main
+    if not trains_in_main and not main.is_alive():
+        # It has ended, with another exit code, and waits for this thread.
+        _end_now()
     if not trains_in_main and not _is_leaving and main.ident is not None:
         # Once: on its way out, the main thread may take its time.
         _is_leaving = True
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(main.ident), ctypes.py_object(_LeftError))
-    patience = None if trains_in_main else _PATIENCE_SECONDS
-    threading.Thread(target=_end_what_hangs, args=(patience,), name="keepstep-leave", daemon=True).start()
+    trained = threading.current_thread()
+    threading.Thread(target=_end_what_hangs, args=(trained,), name="keepstep-leave", daemon=True).start()
     raise SystemExit(names.JUST_IN_TIME_EXIT_CODE)
 
 
-def _end_what_hangs(patience: float | None) -> None:
-    # The time counts from the end of the main thread, because the program's own clean-up may take long.
-    threading.main_thread().join(patience)
-    if not threading.main_thread().is_alive():
+def _end_what_hangs(trained: threading.Thread) -> None:
+    # The time counts from the end of these threads, because the program's own clean-up may take long.
+    trained.join()
+    main = threading.main_thread()
+    if trained is main or _LeftError.is_raised.wait(_PATIENCE_SECONDS):
+        main.join()
         time.sleep(_PATIENCE_SECONDS)
+    _end_now()
+
+
+@atexit.register
+def _end_as_left() -> None:
+    # Of an exception from another thread, the exit code is lost before Python 3.12. Early, to be called late.
+    if _is_leaving:
+        _end_now()
+
+
+def _end_now() -> NoReturn:
+    logging.shutdown()
     sys.stderr.flush()
     sys.stdout.flush()
     os._exit(names.JUST_IN_TIME_EXIT_CODE)

@@ -3,6 +3,7 @@
 import io
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -152,13 +153,22 @@ def test_a_tensor_for_safetensors_is_copied_without_the_rest_of_its_storage() ->
 
 def test_the_file_of_a_copy_names_the_device_that_the_value_was_on(monkeypatch: pytest.MonkeyPatch) -> None:
     # This stands for a copy from a GPU, which a machine that runs this test need not have.
+    tag = torch.serialization.location_tag
+    monkeypatch.setattr(torch.serialization, "location_tag", lambda _: "cuda:1")
     memory = HostMemory()
     (storage,) = memory.take([16]) or [None]
-    monkeypatch.setitem(host_copy._locations, storage.data_ptr(), "cuda:1")
-    monkeypatch.setattr(torch.serialization, "_package_registry", list(torch.serialization._package_registry))
-    torch.serialization.register_package(-1, host_copy._location, lambda *_: None)
-    assert torch.serialization.location_tag(storage) == "cuda:1"
-    assert torch.serialization.location_tag(torch.ones(4).untyped_storage()) == "cpu"
+    host_copy._keep_location(SimpleNamespace(device=torch.device("cuda:1")), storage)  # type: ignore[arg-type]
+    tensor = torch.empty(0).set_(storage)
+    address = tensor.data_ptr()
+    del storage
+    assert tag(tensor[1:].untyped_storage()) == "cuda:1"
+    assert tag(torch.ones(4).untyped_storage()) == "cpu"
+    # What lies there later is something else.
+    del tensor
+    memory.reset()
+    (storage,) = memory.take([16]) or [None]
+    assert storage.data_ptr() == address
+    assert tag(storage) == "cpu"
 
 
 def test_the_copy_of_a_sharded_tensor_belongs_to_the_same_mesh() -> None:

@@ -2,6 +2,7 @@
 
 import gc
 import itertools
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -67,6 +68,8 @@ def test_memory_for_a_gpu_is_pinned_until_no_copy_is_in_it(monkeypatch: pytest.M
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
     memory = HostMemory()
     memory.reserve(MIB)
     taken = memory.take([MIB, 2 * MIB])

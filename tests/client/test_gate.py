@@ -151,12 +151,14 @@ def test_another_thread_leaves_the_handler_of_the_program_in_place(make: Make, s
         seen.append(gate.at(1))
         gate._sigterm.close()
 
-    in_thread(train)
-    assert seen == [Action.SAVE_AND_EXIT]
-    assert handled == [signal.SIGTERM]
-    os.kill(os.getpid(), signal.SIGTERM)
-    assert handled == [signal.SIGTERM, signal.SIGTERM]
-    signal.signal(signal.SIGTERM, before)
+    try:
+        in_thread(train)
+        assert seen == [Action.SAVE_AND_EXIT]
+        assert handled == [signal.SIGTERM]
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert handled == [signal.SIGTERM, signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_a_worker_that_another_thread_forked_dies_of_sigterm(make: Make) -> None:

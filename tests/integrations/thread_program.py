@@ -1,8 +1,9 @@
 """A training in another thread than the main one, to which SIGTERM is sent in step 3 of its first life.
 
-    thread_program.py FRAMEWORK OUTPUT
+    thread_program.py FRAMEWORK MAIN OUTPUT
 
-It prints the step that it begins with, and "trained" when all is done. Its main thread waits for what it returns.
+It prints the step that it begins with, and "trained" when all is done. MAIN: the main thread "waits" for what the other
+returns, "looks" whether it is there, or "ends".
 """
 
 import itertools
@@ -11,6 +12,7 @@ import queue
 import signal
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -66,14 +68,16 @@ def checkpointer(output: Path) -> None:
 
     saver = keepstep.Checkpointer()
     found = saver.resume()
-    step = 0 if found is None else int((found / "step").read_text())
+    step = 0 if found is None else torch.load(found / "state.pt")["step"]
     begin(step)
     while step < STEPS and not saver.stopping:
         step += 1
+        # As long as a step is.
+        torch.randn(512, 512) @ torch.randn(512, 512)
         at_step(step, output)
-        if saver.should_save(step):
+        if saver.should_save(step, every=2):
             with saver.save(step) as folder:
-                (folder / "step").write_text(str(step))
+                torch.save({"step": step}, folder / "state.pt")
     saver.finish()
 
 
@@ -124,8 +128,12 @@ if __name__ == "__main__":
     results: queue.Queue[str] = queue.Queue()
 
     def train() -> None:
-        FRAMEWORKS[sys.argv[1]](Path(sys.argv[2]))
+        FRAMEWORKS[sys.argv[1]](Path(sys.argv[3]))
+        print("trained", flush=True)
         results.put("trained")
 
     threading.Thread(target=train).start()
-    print(results.get(), flush=True)
+    if sys.argv[2] == "waits":
+        results.get()
+    while sys.argv[2] == "looks" and results.empty():
+        time.sleep(0.1)

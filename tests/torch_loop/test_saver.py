@@ -30,10 +30,12 @@ class HeldStorage(Storage):
 
     def __init__(self) -> None:
         super().__init__()
+        self.begun = threading.Event()
         self.release = threading.Event()
         self.order: list[str] = []
 
     def save(self, state: dict[str, Any], directory: Path, **options: Any) -> None:
+        self.begun.set()
         assert self.release.wait(HANG_SECONDS)
         super().save(state, directory, **options)
         self.order.append("written")
@@ -114,6 +116,8 @@ def test_a_save_that_is_given_up_for_the_just_in_time_one_writes_nothing_more(
     if not begun:
         checkpointer._writer.submit(lambda: storage.release.wait(HANG_SECONDS))
     saver.save(saving, small.state.capture)
+    if begun:
+        assert storage.begun.wait(HANG_SECONDS)
     assert checkpointer._writer.in_flight() is not None
     checkpointer._writer.give_up("there is no time")
     storage.release.set()

@@ -1,7 +1,7 @@
 """Runs a trainer's own file as __main__; at SIGUSR1 an exception comes up wherever its main thread is.
 
 Files of all sizes go past the page cache, as large ones do: those of the examples are small. DISTURB_AT names a moment
-of its second save at which it ends itself, and DISTURB_BY says how.
+of its second save at which it ends itself, and DISTURB_BY says how. With LOOKS it looks at its saves.
 
 disturbed.py examples/x.py <its arguments>
 """
@@ -12,7 +12,7 @@ import signal
 import sys
 from pathlib import Path
 
-from tests.trainers import save_moments
+from tests.trainers import looks, save_moments
 
 from keepstep.asynchronous_saves import direct_file
 
@@ -39,6 +39,8 @@ if __name__ == "__main__":
     direct_file.LARGE_BYTES = 0  # type: ignore[misc]
     if "DISTURB_AT" in os.environ:
         save_moments.at(save_moments.Moment(os.environ["DISTURB_AT"]), save_moments.Way(os.environ["DISTURB_BY"]))
+    if "LOOKS" in os.environ:
+        looks.install()
     sys.argv = sys.argv[1:]
     sys.path[0] = str(Path(sys.argv[0]).parent)
     runpy.run_path(sys.argv[0], run_name="__main__")

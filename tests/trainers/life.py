@@ -33,8 +33,8 @@ _LINE: Final = re.compile(r"step=(\d+) loss=(\S+)\n")
 class Life:
     """All ranks of a job of `steps` steps that saves at every second one, from their start to their end.
 
-    `moment`: where rank 0 ends itself in its second save, and `way`, how. `asynchronous`: what the variable says.
-    `alone`: without Keepstep.
+    `moment`: where rank 0 ends itself in its second save, and `way`, how. `asynchronous`: what the variable says; None:
+    there is none. `looks`: it reads, adds to and loads what it saves. `alone`: without Keepstep.
     """
 
     def __init__(
@@ -47,7 +47,8 @@ class Life:
         steps: int,
         moment: Moment | None = None,
         way: Way = Way.KILL,
-        asynchronous: bool = True,
+        asynchronous: bool | None = True,
+        looks: bool = False,
         alone: bool = False,
     ) -> None:
         folder.mkdir(parents=True)
@@ -68,7 +69,8 @@ class Life:
                 "GLOO_SOCKET_IFNAME": "lo",
                 names.ENV_VOLUME: str(volume),
                 names.ENV_CHECKPOINT_DIRECTORY: str(volume / names.CHECKPOINT_DIRECTORY),
-                names.ENV_ASYNCHRONOUS_SAVES: str(asynchronous).lower(),
+                **({} if asynchronous is None else {names.ENV_ASYNCHRONOUS_SAVES: str(asynchronous).lower()}),
+                **({"LOOKS": "yes"} if looks else {}),
                 **({"DISTURB_AT": moment, "DISTURB_BY": way} if moment and rank == 0 else {}),
             }
             with ExitStack() as files:

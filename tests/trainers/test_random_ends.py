@@ -1,8 +1,10 @@
 """Every framework's trainer is ended at random, and always goes on from its newest whole checkpoint.
 
 It saves at every second step, so that most ends come while a checkpoint is copied, written, named or recorded. It is
-ended by SIGKILL, by SIGTERM, which SIGKILL follows at times, and by an exception. There is no agent: its part is tested
-elsewhere. `make soak` ends each two hundred times, which takes a quarter of an hour.
+ended by SIGKILL, by SIGTERM, which SIGKILL follows at times, and by an exception. In a third of its lives it looks at
+what it saves, by callbacks, by a `torch.save` of its own and by second loads. There is no agent: its part is tested
+elsewhere.
+`make soak` ends each two hundred times, which takes a quarter of an hour.
 """
 
 import os
@@ -52,6 +54,12 @@ def test_ended_at_any_moment_it_goes_on_from_its_newest_whole_checkpoint(
     undisturbed = Life(trainer, tmp_path / "undisturbed", tmp_path / "volume", ranks, steps=STEPS)
     assert undisturbed.wait() == [0] * ranks, undisturbed.output()
     expected = undisturbed.losses
+    looking = Life(
+        trainer, tmp_path / "looking", tmp_path / "volume-looking", ranks, steps=STEPS, asynchronous=None, looks=True
+    )
+    assert looking.wait() == [0] * ranks, looking.output()
+    assert looking.losses == expected
+    assert "looked" in looking.output()
 
     seed = random.randrange(1 << 32)
     print(f"seed={seed}")
@@ -61,8 +69,11 @@ def test_ended_at_any_moment_it_goes_on_from_its_newest_whole_checkpoint(
         begins_after = newest_whole(volume)
         if begins_after == STEPS:
             volume, begins_after = tmp_path / f"volume-{number}", 0
-        asynchronous = chance.random() < 0.5
-        life = Life(trainer, tmp_path / f"life-{number}", volume, ranks, steps=STEPS, asynchronous=asynchronous)
+        # One that looks leaves it to the default.
+        asynchronous = chance.choice((True, False, None))
+        looks = asynchronous is None
+        folder = tmp_path / f"life-{number}"
+        life = Life(trainer, folder, volume, ranks, steps=STEPS, asynchronous=asynchronous, looks=looks)
         life.wait_training()
         time.sleep(chance.uniform(0, LONGEST_SECONDS))
         end(life, ranks, chance)

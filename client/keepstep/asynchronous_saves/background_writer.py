@@ -187,6 +187,8 @@ class BackgroundWriter:
     def __init__(self) -> None:
         self.is_on = True
         """Whether saves are written in the background."""
+        self._ranks = 1
+        """How many ranks of this machine copy as much at the same time."""
         self._memory = HostMemory()
         self._thread: ThreadPoolExecutor | None = None
         self._last: Future[Any] | None = None
@@ -243,8 +245,9 @@ class BackgroundWriter:
         if self.is_on:
             state_size.when_known(self.reserve, model)
 
-    def reserve(self, size_bytes: int) -> None:
-        """Have the memory for a copy of that size, if nothing was copied yet."""
+    def reserve(self, size_bytes: int, *, ranks: int = 1) -> None:
+        """Have the memory for a copy of that size, if nothing was copied yet. `ranks` of this machine copy as much."""
+        self._ranks = self._memory.ranks = max(ranks, self._ranks)
         # Now: training waits for it once, a fraction of what a thread would take from the steps meanwhile.
         if self.is_on and self._last is None:
             self._memory.reserve(size_bytes)
@@ -265,6 +268,12 @@ class BackgroundWriter:
             _log.info("training waited for the last save: seconds=%.1f hint=save less often", seconds)
         return bool(done)
 
+    def finish(self) -> None:
+        """Write all that was handed in, of a save that is still open too, and wait for it."""
+        for save in self._saves:
+            save.begin_writing()
+        self.wait()
+
     def close(self) -> None:
         """Wait, and end the thread and free the memory until the next save."""
         if not self.wait():
@@ -273,7 +282,7 @@ class BackgroundWriter:
         if self._thread is not None:
             self._thread.shutdown()
             self._thread = self._last = None
-        self._memory = HostMemory()
+        self._memory = HostMemory(self._ranks)
 
     def copy(self, copy: Callable[[HostMemory], Any]) -> Any:
         """Return what `copy` makes of our memory; None if saves are not written in the background."""
@@ -299,7 +308,9 @@ class BackgroundWriter:
         try:
             self._last = self._thread.submit(work)
         except RuntimeError:
-            # The interpreter is ending, and begins no work in threads.
+            # The main thread has ended, and no work begins in threads any more: this one does it now.
+            for save in self._saves:
+                save.begin_writing()
             self._last = Future()
             self._last.set_result(work())
         return self._last
@@ -312,7 +323,7 @@ class BackgroundWriter:
 
     def _give_up(self, why: str) -> None:
         self.is_on = False
-        self._memory = HostMemory()
+        self._memory = HostMemory(self._ranks)
         _log.warning("training waits for each checkpoint from now on: reason=%s", why)
 
 
@@ -340,7 +351,7 @@ def _finishing(replace_process: Callable[..., NoReturn]) -> Callable[..., NoRetu
     @functools.wraps(replace_process)
     def finish_and_replace(*arguments: Any, **keywords: Any) -> NoReturn:
         for writer in list(_writers.get(os.getpid(), ())):
-            writer.wait()
+            writer.finish()
         replace_process(*arguments, **keywords)
 
     return finish_and_replace

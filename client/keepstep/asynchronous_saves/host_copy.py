@@ -8,6 +8,7 @@ memory of the host, and its file still names the GPU. The copy of a rank's shard
 devices. Imports torch, so it is imported by programs that use it.
 """
 
+import functools
 import io
 import pickle
 import sys
@@ -26,9 +27,6 @@ _FIRST: Final = -1
 """Priority of our tags: before those of torch."""
 _COMPARED_BYTES: Final = 16 * 1024 * 1024
 """At once: what differs mostly differs soon."""
-
-_locations: Final[dict[int, str]] = {}
-"""Address of a copy -> where the storage was that it is a copy of, if that was not the memory of the host."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,17 +121,20 @@ class _Joiner(pickle.Unpickler):
         return typed(wrap_storage=copy, dtype=dtype, _internal=True)
 
 
-def _keep_location(storage: torch.UntypedStorage, copy: torch.UntypedStorage) -> None:
-    if storage.device.type == "cpu":
-        _locations.pop(copy.data_ptr(), None)
-        return
-    if not _locations:
-        torch.serialization.register_package(_FIRST, _location, lambda *_: None)
-    _locations[copy.data_ptr()] = torch.serialization.location_tag(storage)
+def _keep_location(storage: torch.UntypedStorage, copy: Any) -> None:
+    """Have the file of `copy` name the device of `storage`."""
+    if storage.device.type != "cpu":
+        _tell_locations()
+        copy.keepstep_location = torch.serialization.location_tag(storage)
+
+
+@functools.cache
+def _tell_locations() -> None:
+    torch.serialization.register_package(_FIRST, _location, lambda *_: None)
 
 
 def _location(storage: Any) -> str | None:
-    return _locations.get(storage.data_ptr())
+    return getattr(storage, "keepstep_location", None)
 
 
 def copy_tensors_to_host(tensors: Mapping[str, torch.Tensor], memory: HostMemory) -> HostCopy | None:

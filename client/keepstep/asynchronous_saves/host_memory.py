@@ -7,6 +7,7 @@ configured otherwise, and what does not fit there ends the process by SIGBUS.
 
 import logging
 import mmap
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -25,11 +26,13 @@ class HostMemory:
     """Blocks of memory, of which one thread takes pieces.
 
     Attributes:
+        ranks: How many ranks of this machine take as much at the same time.
         most_growth_bytes: How much new memory may be made at once; None if only what is free limits it.
         copies: Device, address and size in bytes of what was copied since `reset` -> its copy, a `torch.Tensor`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ranks: int = 1) -> None:
+        self.ranks = ranks
         self.most_growth_bytes: int | None = None
         self.copies: dict[tuple[str, int, int], Any] = {}
         self._blocks: list[_Block] = []
@@ -83,7 +86,7 @@ class HostMemory:
 
     def _grow(self, size_bytes: int) -> bool:
         free_bytes = free_memory_bytes()
-        if free_bytes is not None and size_bytes > free_bytes - _LEFT_FREE_BYTES:
+        if free_bytes is not None and size_bytes * self.ranks > free_bytes - _LEFT_FREE_BYTES:
             return False
         if self.most_growth_bytes is not None and size_bytes > self.most_growth_bytes:
             return False
@@ -99,6 +102,8 @@ class _Block(mmap.mmap):
     """Memory that is mapped, and pinned, until nothing refers to it."""
 
     _pinned_address = 0
+    _pinned_for: tuple[int, int] = (0, 0)
+    """This process and its device: a forked child has no part in it."""
 
     def pin(self) -> None:
         import torch
@@ -111,13 +116,16 @@ class _Block(mmap.mmap):
             _log.debug("memory not pinned: bytes=%d error=%s", len(self), failure)
         else:
             self._pinned_address = address
+            self._pinned_for = os.getpid(), torch.cuda.current_device()
 
     def __del__(self) -> None:
+        process, device = self._pinned_for
         # An ending process gives up all of its memory.
-        if self._pinned_address and not sys.is_finalizing():
+        if self._pinned_address and process == os.getpid() and not sys.is_finalizing():
             import torch
 
-            torch.cuda.cudart().cudaHostUnregister(self._pinned_address)  # type: ignore[no-untyped-call]
+            with torch.cuda.device(device):
+                torch.cuda.cudart().cudaHostUnregister(self._pinned_address)  # type: ignore[no-untyped-call]
 
 
 def aligned(size_bytes: int) -> int:

@@ -1,6 +1,7 @@
 """The gate: tells this process at each step whether to save or exit, the same on all ranks of a job.
 
-With one process, the gate costs about a microsecond per step: no lock, and a system call only once a second.
+With one process, the gate costs about a microsecond per step: no lock, and a system call only once a second; one each
+step if another thread than the main one trains.
 
 With several ranks, a notice that reaches one rank stops all of them at the same position. The protocol works in rounds
 (the keys of round n begin with `<n>/`):

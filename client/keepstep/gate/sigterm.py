@@ -44,7 +44,7 @@ class Sigterm:
             self._by_faulthandler = True
             # Without a handler of the program's, the one before would end the process.
             chain = signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
-            faulthandler.register(signal.SIGTERM, self._open_socket().fileno(), all_threads=False, chain=chain)
+            self._register(self._open_socket(), chain=chain)
         self._installed = True
         # A DataLoader ends its forked workers with SIGTERM, and they must die of it.
         os.register_at_fork(after_in_child=functools.partial(_restore_in_child, weakref.ref(self)))
@@ -99,6 +99,8 @@ class Sigterm:
         """Ignore SIGTERM until the process ends: when the first rank exits, torchrun signals the others."""
         global _held_by_faulthandler
         if self._by_faulthandler:
+            if self._wake_writer is not None:
+                self._register(self._wake_writer, chain=False)
             self.held = _held_by_faulthandler = True
         elif threading.current_thread() is threading.main_thread():
             self._sleep_no_more()
@@ -110,6 +112,11 @@ class Sigterm:
         """Restore the previous SIGTERM handler, unless another one was installed over ours. Idempotent."""
         if self._by_faulthandler or threading.current_thread() is threading.main_thread():
             self._restore()
+
+    def _register(self, writer: socket.socket, *, chain: bool) -> None:
+        # It writes where the thread is that takes the signal, which the kernel lets the main thread do. To read the
+        # frames of threads that run would end the process.
+        faulthandler.register(signal.SIGTERM, writer.fileno(), all_threads=False, chain=chain)
 
     def _open_socket(self) -> socket.socket:
         self._wake_reader, self._wake_writer = socket.socketpair()
@@ -135,7 +142,7 @@ class Sigterm:
                 return
 
     def _restore(self) -> None:
-        if self._by_faulthandler:
+        if self._by_faulthandler and self._installed:
             # First, as it would write to whatever has the number of the socket by then.
             faulthandler.unregister(signal.SIGTERM)
         self._sleep_no_more()

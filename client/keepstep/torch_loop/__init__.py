@@ -6,7 +6,8 @@ from keepstep.errors import ErrorKind, UsageError
 from keepstep.torch_loop.loop import TorchLoop
 from keepstep.torch_loop.state import TrainingState
 
-if torch.torch_version.TorchVersion(torch.__version__) < "2.9":
+# The oldest that it was written for. A pre-release counts as its release.
+if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 9):
     raise UsageError(
         ErrorKind.UNSUPPORTED,
         f"torch {torch.__version__} is too old for keepstep.torch_loop",

@@ -1,7 +1,7 @@
 """A training loop that resumes, saves when it is due, and leaves when the pod ends.
 
-Owns which save is made in the background: periodic ones are, the just-in-time one and the last one are not. A save that
-fails costs a warning, except the last of all. Every rank calls the same at the same steps.
+Owns when a save is made. One that fails costs a warning, except the last of all. Every rank calls the same at the same
+steps.
 """
 
 import contextlib
@@ -129,7 +129,7 @@ class TorchLoop:
             state = self._state.capture()
             # What cannot be copied cannot be saved either, and the save says so.
             with contextlib.suppress(Exception):
-                self._checkpointer.reserve(copied_bytes(state))
+                self._checkpointer.reserve(copied_bytes(state), on_all_ranks=True)
         if self._checkpointer.kind_due(
             self._state.step, every, recovery_point=recovery_point, max_overhead=max_overhead
         ):

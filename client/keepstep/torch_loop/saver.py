@@ -22,7 +22,7 @@ _log: Final = logging.getLogger("keepstep")
 
 
 class Saver:
-    """Saves states. Every rank makes the same calls, from the main thread.
+    """Saves states. Every rank makes the same calls, from the thread that trains.
 
     A save that fails on any rank is given up on all of them.
     """
@@ -37,7 +37,7 @@ class Saver:
 
         Training continues while a copy is written, if `saving` has a `background` and the memory suffices.
         """
-        # This makes the process group, which only the main thread may do.
+        # This makes the process group, which only this thread may do.
         self._storage.options()
         behind = saving.background
         try:
@@ -51,14 +51,16 @@ class Saver:
             return
         behind.write_later(
             copied.size_bytes,
-            lambda: self._write(saving, copied.value, _Planner(behind, failure=behind.failure)),
+            lambda: self._write(saving, copied.value, _Planner(behind, failure=behind.failure), is_copy=True),
         )
         behind.begin_writing()
         saving.goes_on()
 
-    def _write(self, saving: CheckpointWriter, state: dict[str, Any], planner: DefaultSavePlanner) -> None:
+    def _write(
+        self, saving: CheckpointWriter, state: dict[str, Any], planner: DefaultSavePlanner, *, is_copy: bool = False
+    ) -> None:
         try:
-            self._storage.save(state, saving.directory, planner=planner)
+            self._storage.save(state, saving.directory, planner=planner, is_copy=is_copy)
         except KeepstepError as error:
             given_up = None if saving.background is None else saving.background.failure
             saving.warn_given_up(given_up or error)
@@ -80,6 +82,7 @@ class _Planner(DefaultSavePlanner):
         super().__init__()
         self._behind = behind
         self._failure = failure
+        self._resolved_bytes = 0
 
     def create_local_plan(self) -> SavePlan:
         if self._failure is not None:
@@ -87,7 +90,9 @@ class _Planner(DefaultSavePlanner):
         return super().create_local_plan()
 
     def resolve_data(self, write_item: WriteItem) -> Any:
-        data = super().resolve_data(write_item)
         if self._behind is not None:
-            self._behind.wrote(getattr(data, "nbytes", 0))
+            # What was asked for before is written by now.
+            self._behind.wrote(self._resolved_bytes)
+        data = super().resolve_data(write_item)
+        self._resolved_bytes = getattr(data, "nbytes", 0)
         return data

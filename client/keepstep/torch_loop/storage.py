@@ -30,7 +30,7 @@ Source = Path | PartialCheckpoint
 
 
 class Storage:
-    """Saves and loads state dicts. All ranks make the same calls, from the main thread unless a method says otherwise.
+    """Saves and loads state dicts. All ranks make the same calls, in the thread that trains unless a method says more.
 
     `trust_pickle`: a checkpoint may run any code when it is loaded.
     """
@@ -58,13 +58,20 @@ class Storage:
             self._group = dist.new_group(backend="gloo")
         return {"process_group": self._group}
 
-    def save(self, state: dict[str, Any], directory: Path, *, planner: SavePlanner | None = None) -> None:
+    def save(
+        self, state: dict[str, Any], directory: Path, *, planner: SavePlanner | None = None, is_copy: bool = False
+    ) -> None:
         """Write `state` into `directory`. Another thread may call it too, after `options`.
+
+        `is_copy`: it lies in the memory of the host, and no GPU is asked for it.
 
         If one rank fails, all ranks raise: VolumeError if it cannot write, or the KeepstepError of its planner.
         """
         try:
-            dcp.save(state, storage_writer=dcp.FileSystemWriter(directory), planner=planner, **self.options())
+            writer = dcp.FileSystemWriter(directory)
+            if is_copy:
+                writer = dcp.FileSystemWriter(directory, per_thread_copy_ahead=0)
+            dcp.save(state, storage_writer=writer, planner=planner, **self.options())
         except (Exception, CheckpointException) as error:
             _raise_ours(error)
             # On a full disk torch often raises something unrelated.

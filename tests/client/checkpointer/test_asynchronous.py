@@ -95,10 +95,10 @@ def test_a_save_in_flight_is_finished_before_the_just_in_time_save_if_there_is_t
         assert decided.wait(HANG_SECONDS)
         return find(file, root)
 
-    def decided_and_wait(writer: BackgroundWriter) -> None:
+    def decided_and_wait(writer: BackgroundWriter) -> bool:
         if agent.requests("GetStatus"):
             decided.set()
-        wait(writer)
+        return wait(writer)
 
     monkeypatch.setattr(EmptyFile, "find", find_when_decided)
     monkeypatch.setattr(BackgroundWriter, "wait", decided_and_wait)
