@@ -105,7 +105,9 @@ def _trained(framework: str, options: argparse.Namespace, *arguments: str) -> tu
     stops = "--stop-at" in arguments
     if ended.returncode != (names.JUST_IN_TIME_EXIT_CODE if stops else 0):
         raise SystemExit(f"{' '.join(command)} ended with {ended.returncode}")
-    return json.loads(ended.stdout.splitlines()[0]), ended_at
+    # Frameworks print too.
+    printed = next(line for line in ended.stdout.splitlines() if line.startswith('{"'))
+    return json.loads(printed), ended_at
 
 
 def _copy_rates(device: str) -> tuple[float, float]:

@@ -49,7 +49,7 @@ def compare(suite: Path, folder: Path, *tests: str) -> None:
     volume = folder / "v"
     kept = (sys.executable, "-m", "keepstep_agent", "run", "--to", f"file://{folder / 'store'}", "--volume")
     mine = passed(suite, folder / "kept.xml", (*kept, str(volume), "--autoload", "--"), tests)
-    assert not alone - mine
+    assert sorted(alone - mine) == []
 
 
 def passed(suite: Path, report: Path, prefix: Sequence[str], tests: Sequence[str]) -> set[str]:

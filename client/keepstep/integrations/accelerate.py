@@ -67,8 +67,9 @@ class _Loop:
         # The optimizers that made the current step. When one of them steps again, the next step begins.
         self._stepped: set[int] = set()
         self._trained_in: list[bool] | None = None
-        self._thread = threading.current_thread()
-        """The one that trains."""
+        # Not the thread itself: programs pickle what refers to this.
+        self._thread = threading.get_ident()
+        """Id of the thread that trains."""
         self._asked_step: int | None = None
         # The last checkpoint that the program saved or resumed from: its path, its step, and the arguments of the save.
         self._place: Path | None = None
@@ -158,7 +159,7 @@ class _Loop:
         if not self._stepped:
             self._counted += 1
             self._trained_in = self._modes()
-            self._thread = threading.current_thread()
+            self._thread = threading.get_ident()
         self._stepped.add(id(optimizer))
 
     def between_steps(self) -> None:
@@ -291,7 +292,7 @@ class _Loop:
 
     def _trains(self) -> bool:
         """Whether this is the training loop, and not an evaluation or another thread that reads ahead."""
-        if threading.current_thread() is not self._thread:
+        if threading.get_ident() != self._thread:
             return False
         modes = self._modes()
         return modes == self._trained_in if self._trained_in is not None else any(modes) or not modes
