@@ -8,7 +8,6 @@ training. A checkpoint that a program wrote in its place by itself is only recor
 import logging
 import os
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
@@ -35,14 +34,11 @@ class Publication:
         path: Path,
         *,
         by_framework: bool = True,
-        is_own: Callable[[str], bool] = lambda _: True,
     ) -> None:
-        """`is_own`: of what the program wrote there by itself, whether a file is one of the checkpoint's."""
         self._session = session
         self._context = session.context()
         self._pending = pending
         self._by_framework = by_framework
-        self._is_own = is_own
         self._staged = self._context.local.staged(pending.save, path, by_framework=by_framework)
         self._brings = True
         """Whether this pod has a part of the checkpoint."""
@@ -187,7 +183,7 @@ class Publication:
 
     def again(self, pending: PendingSave) -> "Publication":
         """Return a new save of what was announced, as it is by now."""
-        new = Publication(self._session, pending, self.path, by_framework=self._by_framework, is_own=self._is_own)
+        new = Publication(self._session, pending, self.path, by_framework=self._by_framework)
         new._brings, new._alone, new._has_writers = self._brings, self._alone, self._has_writers
         if self.record is not None:
             new.record = replace(self.record, save=pending.save, saved_at=time.time(), announced=False)
@@ -258,7 +254,7 @@ class Publication:
                 local.discard_older(self.path)
             # It may also have changed or removed some of its files.
             if record is None:
-                found = sync_tree(self.path, is_wanted=self._is_own)
+                found = sync_tree(self.path)
             else:
                 found = sync_files(self.path, [file.path for file in record.files])
             files = tuple(RecordedFile(path=path, size_bytes=size_bytes) for path, size_bytes in found)

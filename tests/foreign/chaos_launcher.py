@@ -9,6 +9,9 @@ to is in another variable until the ranks begin.
 import os
 import subprocess
 import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from tests.servers.process import free_port
 

@@ -67,6 +67,8 @@ def judge(chaos: Path, framework: str, words: Sequence[str], *, keeps_disk: bool
         command = (
             *(sys.executable, "-m", "ckpt_chaos", "run", "--work", f"{work}/w"),
             *("--max-points", str(POINTS), "--jobs", "2", "--modes", "before,torn,unsynced"),
+            # Some files have the path of the checkpoint in them.
+            "--ckpt-ignore-size",
             *("--resume-cmd", f"sh -c '{again}'", "--step-regex", r"begins with step (\d+)"),
             *("--result-file", "{out}/v/final0.pt", "--checkpoint-glob", f"{{out}}/v/checkpoints/{NAMES[framework]}"),
             *("--", "sh", "-c", first),

@@ -10,9 +10,12 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from torch.distributed.checkpoint import FileSystemWriter
 
 from keepstep.framework_run import FrameworkRun
 from keepstep.integrations import dcp, ownership
+
+ASIDE = Path("/volume/.keepstep/saving/1/checkpoint")
 
 
 class Run:
@@ -23,12 +26,27 @@ class Run:
 
     def __init__(self) -> None:
         self.announced: list[tuple[Path, int]] = []
+        self.places: list[Path] = []
         self.awaited: list[tuple[Any, Path, int]] = []
 
-    def announce_written_when_quiet(self, path: Path, step: int, is_own: Callable[[str], bool]) -> None:
-        assert is_own("__0_0.distcp")
-        assert not is_own("meta.pt")
-        self.announced.append((path, step))
+    def save(
+        self,
+        path: Path,
+        step: int,
+        write: Callable[[Path], object],
+        *,
+        asynchronous: bool,
+        elsewhere: bool,
+        program_folder: bool,
+    ) -> None:
+        assert program_folder
+        assert not asynchronous
+        self.places.append(ASIDE if elsewhere else path)
+        write(self.places[-1])
+        self._saved = path, step
+
+    def announce(self) -> None:
+        self.announced.append(self._saved)
 
     def close(self) -> None:
         """At the end of pytest."""
@@ -95,6 +113,27 @@ def test_the_path_of_a_storage_writer_is_taken_too(saver: ModuleType, run: Run) 
     saver.save({}, storage_writer=SimpleNamespace(path=Path("/volume/step-5")))
     saver.save({}, SimpleNamespace(path="/volume/step-6"))
     assert [step for _, step in run.announced] == [5, 6]
+    # What a writer of the program's own does with another path is not known.
+    assert run.places == [Path("/volume/step-5"), Path("/volume/step-6")]
+
+
+def test_a_save_is_written_elsewhere_and_the_programs_writer_keeps_its_path(tmp_path: Path, run: Run) -> None:
+    module = ModuleType("saver")
+    seen: list[Path] = []
+
+    def save(state: object, writer: Any = None, *, checkpoint_id: Any = None) -> None:
+        if checkpoint_id is not None and writer is not None:
+            writer.reset(checkpoint_id)
+        seen.append(Path(checkpoint_id if writer is None else writer.path))
+
+    module.save = module.async_save = save  # type: ignore[attr-defined]
+    dcp.autoload(module)
+    module.save({}, checkpoint_id=tmp_path / "step-5")
+    writer = FileSystemWriter(tmp_path / "step-6")
+    module.save({}, writer)
+    assert seen == [ASIDE, ASIDE]
+    assert Path(writer.path) == tmp_path / "step-6"
+    assert run.announced == [(tmp_path / "step-5", 5), (tmp_path / "step-6", 6)]
 
 
 @pytest.mark.parametrize(
@@ -146,10 +185,10 @@ def test_a_save_in_another_thread_is_left_alone_because_ranks_may_order_them_dif
 def test_an_error_of_ours_costs_one_warning_and_no_save(
     saver: ModuleType, run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise RuntimeError("on purpose")
 
-    monkeypatch.setattr(run, "announce_written_when_quiet", fail)
+    monkeypatch.setattr(run, "save", fail)
     for step in (5, 10):
         assert saver.save({}, checkpoint_id=f"/volume/step-{step}") is saver.saved
     assert capsys.readouterr().err == (

@@ -2,7 +2,7 @@
 
 import os
 import secrets
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -37,11 +37,10 @@ def sync_files(root: Path, names: Iterable[str]) -> Iterator[tuple[str, int]]:
             yield name, _sync(root / name)
 
 
-def sync_tree(root: Path, *, is_wanted: Callable[[str], bool] = lambda _: True) -> Iterator[tuple[str, int]]:
+def sync_tree(root: Path) -> Iterator[tuple[str, int]]:
     """Make every file below `root` survive, or `root` itself if it is a file. Links are followed, as the agent does.
 
     Yields relative paths, with `/`, and sizes in bytes; the path is empty if `root` is the file. Raises OSError.
-    `is_wanted`: whether a file is among them, by its relative path.
     """
     if root.is_file():
         yield "", _sync(root)
@@ -53,9 +52,8 @@ def sync_tree(root: Path, *, is_wanted: Callable[[str], bool] = lambda _: True) 
         folders[:] = [name for name in folders if not above.startswith(os.path.realpath(Path(parent, name)) + os.sep)]
         for name in sorted(names):
             path = Path(parent, name)
-            relative = path.relative_to(root).as_posix()
-            if is_wanted(relative) and path.is_file():
-                yield relative, _sync(path)
+            if path.is_file():
+                yield path.relative_to(root).as_posix(), _sync(path)
         sync_directory(Path(parent))
 
 

@@ -348,21 +348,6 @@ class FrameworkRun:
         else:
             saved.behind.then(announce)
 
-    def announce_written_when_quiet(self, path: Path, step: int, is_own: Callable[[str], bool]) -> None:
-        """Announce a periodic checkpoint that was written without `save` in a folder of the program's own.
-
-        When, as for `save`. `is_own`: whether a file there is one of the checkpoint's, by its relative path.
-        """
-        self._follows_programs = True
-        self._announce_waiting()
-        pending = self._begin(path, step, None, waiting=False)
-        if pending is None:
-            return
-        publication = Publication(self._session, pending, path, is_own=is_own)
-        claim = ExitStack()
-        claim.enter_context(self.claimed(path))
-        self._announce_later(_Saved(path=path, publication=publication, claim=claim), self._kind(None), lambda _: None)
-
     def _announce_later(self, saved: _Saved, kind: Kind, then: Callable[[bool], object]) -> None:
         publication = saved.publication
         if publication is None:

@@ -1,11 +1,11 @@
-"""torch.distributed.checkpoint without a framework: autoload announces what a loop saves with it.
+"""torch.distributed.checkpoint without a framework: autoload has what a loop saves with it in place when it is whole.
 
 Protects periodic saves only. Only the program knows its state and how to resume from it, so for just-in-time saves it
 must make a keepstep.Checkpointer. SIGTERM keeps the program's handler. A save is announced if all ranks make it from
 their main threads, to a path whose name has a number in it. The last number is the step (`step-1200`).
 On one node, a save into a folder below the checkpoint directory is left to the agent's snapshots: restore puts these
 back where they were, and an announced checkpoint into the checkpoint directory itself, where the program would not find
-it. Owns the two functions that it wraps.
+it. What `async_save` writes lies in its place at once, as without Keepstep. Owns the two functions that it wraps.
 """
 
 import atexit
@@ -17,6 +17,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
@@ -30,36 +31,86 @@ from keepstep_api import names
 _log: Final = logging.getLogger("keepstep")
 _PACKAGE: Final = "torch.distributed.checkpoint"
 _Save = Callable[..., Any]
-_Tell = Callable[[FrameworkRun, Any, Path, int], object]
-"""Takes the run, what `save` or `async_save` returned, the path and the step."""
 
 
 def autoload(module: ModuleType) -> None:
     """Wrap the functions of `torch.distributed.checkpoint.state_dict_saver`; idempotent."""
     if not hasattr(module.save, "__keepstep__"):
-        _replace(module, "save", lambda run, metadata, path, step: run.announce_written_when_quiet(path, step, _is_own))
-        _replace(module, "async_save", _announce_when_written)
+        _replace(module, "save", _save)
+        _replace(module, "async_save", _save_behind)
         process_group.announce_before_it_ends()
 
 
-def _is_own(file: str) -> bool:
-    """Whether a file of a checkpoint's folder is one of torch.distributed.checkpoint, and not of the program."""
-    return file.endswith((".distcp", ".metadata"))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Call:
+    """A call of the program that saves a checkpoint of `step` to `path`."""
+
+    run: FrameworkRun
+    path: Path
+    step: int
+    original: _Save
+    arguments: tuple[Any, ...]
+    keywords: Mapping[str, Any]
+
+    def answer(self, place: Path | None = None) -> Any:
+        """Do as the program says, or save to `place`."""
+        if place is None or place == self.path:
+            return self.original(*self.arguments, **self.keywords)
+        answer = self.original(*self.arguments, **{**self.keywords, "checkpoint_id": place})
+        if self.writer is not None:
+            # It belongs to the program.
+            self.writer.reset(self.path)
+        return answer
+
+    @property
+    def writer(self) -> Any:
+        return self.arguments[1] if len(self.arguments) > 1 else self.keywords.get("storage_writer")
+
+    @property
+    def goes_elsewhere(self) -> bool:
+        """Whether it can save to another path. Of a writer of the program's own nobody knows."""
+        own = getattr(sys.modules.get(_PACKAGE), "FileSystemWriter", None)
+        return self.writer is None or type(self.writer) is own
 
 
-def _announce_when_written(run: FrameworkRun, answer: Any, path: Path, step: int) -> None:
-    # With a stager of the program's own, `async_save` may return two futures.
-    run.announce_when(getattr(answer, "upload_completion", answer), path, step)
+def _save(call: _Call) -> Any:
+    """Save aside, and move the checkpoint to its place when it is whole: a program takes any folder for one that is."""
+    begun, answer = False, None
+
+    def write(place: Path) -> None:
+        nonlocal begun, answer
+        begun = True
+        answer = call.answer(place)
+
+    try:
+        elsewhere = call.goes_elsewhere
+        call.run.save(call.path, call.step, write, asynchronous=False, elsewhere=elsewhere, program_folder=True)
+        call.run.announce()
+    except Exception as error:
+        if begun:
+            raise
+        _give_up(error)
+        return call.answer()
+    return answer
 
 
-def _replace(module: ModuleType, name: str, tell: _Tell) -> None:
+def _save_behind(call: _Call) -> Any:
+    answer = call.answer()
+    try:
+        # With a stager of the program's own, it may return two futures.
+        call.run.announce_when(getattr(answer, "upload_completion", answer), call.path, call.step)
+    except Exception as error:
+        _give_up(error)
+    return answer
+
+
+def _replace(module: ModuleType, name: str, save_protected: Callable[[_Call], Any]) -> None:
     original: _Save = getattr(module, name)
 
     @functools.wraps(original)
     def save(*arguments: Any, **keywords: Any) -> Any:
-        answer = original(*arguments, **keywords)
-        _tell_safely(tell, answer, arguments, keywords)
-        return answer
+        call = _call(original, arguments, keywords)
+        return original(*arguments, **keywords) if call is None else save_protected(call)
 
     save.__keepstep__ = True  # type: ignore[attr-defined]
     setattr(module, name, save)
@@ -68,26 +119,32 @@ def _replace(module: ModuleType, name: str, tell: _Tell) -> None:
         setattr(package, name, save)
 
 
-def _tell_safely(tell: _Tell, answer: Any, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
+def _call(original: _Save, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> _Call | None:
+    """Return what is to be protected, the same on all ranks; None where the call is left alone."""
     # Saves in other threads have another order on each rank. `async_save` itself calls `save` in one.
     if _state.given_up or not owns(Owner.DCP) or threading.current_thread() is not threading.main_thread():
-        return
+        return None
     try:
         path = _path(arguments, keywords)
         if path is None or not _saved_by_all(keywords):
-            return
+            return None
         step = _step(path.name)
         if step is None:
             _say_once(f"a save to {path} is not announced: its name has no number to take for the step")
-            return
+            return None
         run = _run()
         top = run.checkpoint_directory
         if path.parent != top and path.is_relative_to(top) and run.on_one_node:
-            return
-        tell(run, answer, path, step)
+            return None
     except Exception as error:
-        _state.given_up = True
-        warn(f"{_PACKAGE} is not protected: {reason(error)}")
+        _give_up(error)
+        return None
+    return _Call(run=run, path=path, step=step, original=original, arguments=arguments, keywords=keywords)
+
+
+def _give_up(error: Exception) -> None:
+    _state.given_up = True
+    warn(f"{_PACKAGE} is not protected: {reason(error)}")
 
 
 def _path(arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Path | None:
