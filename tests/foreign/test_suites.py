@@ -29,7 +29,8 @@ def test_accelerate(tmp_path: Path) -> None:
 
 def test_lightning(tmp_path: Path) -> None:
     suite = checkout("LIGHTNING_CHECKOUT")
-    installed_into(tmp_path / "libraries", "cloudpickle==3.1.2")
+    for library in ("cloudpickle==3.1.2", "jsonargparse==4.53.0"):
+        installed_into(tmp_path / "libraries", library)
     folder = "tests/tests_pytorch"
     compare(suite, tmp_path, f"{folder}/checkpointing", f"{folder}/callbacks", f"{folder}/loops")
 
