@@ -106,6 +106,8 @@ def lightning(output: Path) -> None:
 
     trainer = pl.Trainer(
         accelerator="cpu",
+        devices=WORLD_SIZE,
+        strategy="ddp" if WORLD_SIZE > 1 else "auto",
         max_steps=STEPS,
         callbacks=[ModelCheckpoint(output, every_n_train_steps=SAVE_EVERY, save_top_k=-1)],
         logger=False,

@@ -37,9 +37,8 @@ def chaos(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return installed_into(tmp_path_factory.mktemp("ckpt-chaos"), "ckpt-chaos==0.1.8")
 
 
-@pytest.mark.parametrize(
-    ("framework", "ranks"), [("hugging_face", 1), ("lightning", 1), ("accelerate", 1), ("dcp", 1), ("dcp", 2)]
-)
+@pytest.mark.parametrize("framework", list(NAMES))
+@pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("keeps_disk", [True, False], ids=["disk kept", "disk lost"])
 def test_no_kill_costs_what_the_framework_alone_keeps(
     framework: str, ranks: int, keeps_disk: bool, chaos: Path
