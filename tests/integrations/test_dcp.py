@@ -29,18 +29,8 @@ class Run:
         self.places: list[Path] = []
         self.awaited: list[tuple[Any, Path, int]] = []
 
-    def save(
-        self,
-        path: Path,
-        step: int,
-        write: Callable[[Path], object],
-        *,
-        asynchronous: bool,
-        elsewhere: bool,
-        program_folder: bool,
-    ) -> None:
-        assert program_folder
-        assert not asynchronous
+    def save(self, path: Path, step: int, write: Callable[[Path], object], *, elsewhere: bool, **options: bool) -> None:
+        assert options == {"asynchronous": False, "program_folder": True}
         self.places.append(ASIDE if elsewhere else path)
         write(self.places[-1])
         self._saved = path, step

@@ -3,9 +3,9 @@
 The value is taken apart as `torch.save` itself does it: pickled, with each storage in a place of its own. So tensors
 that share a storage share its copy, a view stays a view, what is not a tensor becomes a copy too, and the file that is
 written from the copy is the one that would have been written from the value. What was copied before and has not changed
-is not copied again: a framework may save one state twice. The copy of a GPU's tensor lies in the
-memory of the host, and its file still names the GPU. The copy of a rank's shard of a tensor belongs to the same mesh of
-devices. Imports torch, so it is imported by programs that use it.
+is not copied again: a framework may save one state twice. The copy of a GPU's tensor lies in the host's memory, and its
+file still names the GPU. The copy of a rank's shard of a tensor belongs to the same mesh of devices. Imports torch, so
+it is imported by programs that use it.
 """
 
 import functools
