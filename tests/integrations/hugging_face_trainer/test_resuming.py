@@ -20,6 +20,7 @@ from tests.integrations.hugging_face_trainer.training import (
     train,
     weights,
 )
+from transformers.trainer_utils import get_last_checkpoint
 
 from keepstep.checkpoints.records import read_records, write_record
 from keepstep_api import names
@@ -69,8 +70,9 @@ def test_a_finished_training_is_not_trained_further(volume: Path) -> None:
     assert again.state.global_step == STEPS
 
 
+@pytest.mark.parametrize("wish", ["True", "the path that a script finds"])
 def test_the_newer_is_taken_of_its_own_directory_and_what_was_saved_just_in_time(
-    agent: AgentServer, volume: Path, tmp_path: Path
+    wish: str, agent: AgentServer, volume: Path, tmp_path: Path
 ) -> None:
     elsewhere = tmp_path / "elsewhere"
     trained: list[list[int]] = []
@@ -82,11 +84,14 @@ def test_the_newer_is_taken_of_its_own_directory_and_what_was_saved_just_in_time
         count.on_step_end = lambda args, state, control, **_: begins.append(state.global_step)
         return make(elsewhere, count, *callbacks)
 
+    def newest() -> Any:
+        return True if wish == "True" else get_last_checkpoint(elsewhere)
+
     with leaving():
         train(go_on(At("on_step_end", 6, terminate)), resume_from_checkpoint=None)
     with leaving():
         # It begins with step 7, and is stopped when the directory has step 8.
-        train(go_on(At("on_step_end", 9, terminate)), resume_from_checkpoint=True)
+        train(go_on(At("on_step_end", 9, terminate)), resume_from_checkpoint=newest())
     shutil.rmtree(volume / "checkpoints" / "checkpoint-9")
-    train(go_on(), resume_from_checkpoint=True)
+    train(go_on(), resume_from_checkpoint=newest())
     assert trained == [[1, 2, 3, 4, 5, 6], [7, 8, 9], [9, 10, 11, 12]]

@@ -138,6 +138,31 @@ def test_the_program_may_say_where_to_begin(agent: AgentServer, volume: Path) ->
     assert steps(fit(make(output, max_steps=6), ckpt_path=output / "epoch=0-step=4.ckpt")) == [5, 6]
 
 
+def test_the_last_checkpoint_is_the_newer_of_the_programs_and_what_was_saved_just_in_time(
+    agent: AgentServer, volume: Path, tmp_path: Path
+) -> None:
+    elsewhere = tmp_path / "elsewhere"
+
+    def go_on(*callbacks: Any) -> Any:
+        trainer = make(elsewhere, *callbacks)
+        trainer.checkpoint_callback.save_last = True
+        return trainer
+
+    assert steps(stop(go_on(At("on_train_batch_end", 6, terminate)), ckpt_path="last")) == [1, 2, 3, 4, 5, 6]
+    assert steps(stop(go_on(At("on_train_batch_end", 9, terminate)), ckpt_path="last")) == [7, 8, 9]
+    for path in (volume / "checkpoints").glob("keepstep-*"):
+        path.unlink()
+    # What the program saved on a disk of its own after step 8.
+    assert steps(fit(go_on(), ckpt_path="last"))[0] == 9
+
+
+def test_what_was_saved_just_in_time_is_the_last_checkpoint_where_the_program_has_none(
+    agent: AgentServer, volume: Path
+) -> None:
+    stop(make(volume / "checkpoints", At("on_train_batch_end", 3, terminate)), ckpt_path="last")
+    assert steps(fit(make(volume / "checkpoints"), ckpt_path="last"))[0] == 4
+
+
 def test_a_finished_training_is_not_trained_further(agent: AgentServer, volume: Path) -> None:
     finished = fit(make(volume / "checkpoints", max_steps=8))
     again = fit(make(volume / "checkpoints", max_steps=8))

@@ -135,11 +135,11 @@ def fit_unfinished(trainer: Any, model: Model, **arguments: Any) -> None:
     )
 
 
-def stop(trainer: Any, *, plateau: bool = False) -> Model:
+def stop(trainer: Any, *, plateau: bool = False, **arguments: Any) -> Model:
     """Train until the notice that one of its callbacks sends."""
     model = Model(plateau=plateau)
     with leaving():
-        fit_unfinished(protect(trainer), model)
+        fit_unfinished(protect(trainer), model, **arguments)
     return model
 
 

@@ -71,14 +71,19 @@ class Protection(TrainerCallback):  # type: ignore[misc]  # transformers may not
     def train(
         self, train: Callable[..., Any], /, resume_from_checkpoint: Any = None, *arguments: Any, **keywords: Any
     ) -> Any:
-        """Replaces Trainer.train. If the user says what to resume from, that is used."""
+        """Replaces Trainer.train. If the program names what to resume from, that is used.
+
+        The last checkpoint in its own directory is the one that any script finds, and means the newest there is.
+        """
         run = self._begin()
         if run is None:
             return train(resume_from_checkpoint, *arguments, **keywords)
         self._run = run
         try:
-            if resume_from_checkpoint is None or resume_from_checkpoint is True:
+            if self._is_found(run, resume_from_checkpoint):
                 resume_from_checkpoint = self._newest(run, resume_from_checkpoint)
+            elif resume_from_checkpoint:
+                _log.info("resuming from the checkpoint that the program names: path=%s", resume_from_checkpoint)
             if resume_from_checkpoint and resume_from_checkpoint is not True:
                 self._resumed = Path(resume_from_checkpoint)
                 resume_from_checkpoint = str(resume_from_checkpoint)
@@ -207,19 +212,32 @@ class Protection(TrainerCallback):  # type: ignore[misc]  # transformers may not
             run.expect_saves()
         return run
 
+    def _is_found(self, run: FrameworkRun, wish: Any) -> bool:
+        """Whether the program leaves it to others what to resume from, the same on all ranks."""
+        if wish is None or wish is True:
+            return True
+        if not wish:
+            return False
+        output = Path(self._trainer.args.output_dir)
+        last = trainer_utils.get_last_checkpoint(output) if output.is_dir() else None
+        is_last = last is not None and Path(last).resolve() == Path(wish).resolve()
+        return run.same(0, is_last) and is_last
+
     def _newest(self, run: FrameworkRun, wish: Any) -> Any:
-        """Return what to resume from, where the user says nothing, or True for the newest in the Trainer's directory.
+        """Return what to resume from. `wish`: None if the program says nothing, else the newest in its directory.
 
         That directory may lie outside the volume and outlive a pod. What it holds is taken if it is newer than what
         Keepstep knows, and the same on all ranks.
         """
         newest, output = run.newest(), Path(self._trainer.args.output_dir).absolute()
-        if wish is True and not run.holds(output):
+        if wish is not None and not run.holds(output):
             last = trainer_utils.get_last_checkpoint(output) if output.is_dir() else None
             step = int(Path(last).name.rpartition("-")[2]) if last else -1
             known = (run.recorded_step(newest) or 0) if newest else -1
             if run.same(0, step) and step > known:
                 return wish
+        if newest and wish and wish is not True and newest.resolve() != Path(wish).resolve():
+            _log.info("the program found %s, and resumes from a newer checkpoint: path=%s", wish, newest)
         return newest or wish
 
     @property

@@ -50,7 +50,7 @@ def _fit(protection: Protection, fit: Any, *arguments: Any, **keywords: Any) -> 
     _begun = True
     claim(Owner.TRAINER)
     given = inspect.signature(fit).bind(*arguments, **keywords).arguments
-    protection.arm(fit.__self__, resumes=given.get("ckpt_path") is None)
+    protection.arm(fit.__self__, resumes=given.get("ckpt_path") in (None, "last"))
     try:
         return fit(*arguments, **keywords)
     finally:

@@ -147,6 +147,15 @@ def without_barrier(trainer: Any) -> Any:
     )
 
 
+def step_of(trainer: Any, path: Any) -> int:
+    """Return the step of a checkpoint that is a file; -1 for any other, and for one that cannot be read."""
+    try:
+        return int(trainer.strategy.checkpoint_io.load_checkpoint(path, map_location="cpu")["global_step"])
+    except Exception as error:
+        _log.warning("its step is not known: path=%s error=%r", path, error)
+        return -1
+
+
 def kind(trainer: Any) -> Kind | None:
     """Return FINAL when the training has reached its last step or epoch, else None."""
     steps_done = 0 < trainer.max_steps <= trainer.global_step

@@ -71,7 +71,7 @@ class Protection:
         self._directory, self._moved = None, []
 
     def arm(self, trainer: Any, *, resumes: bool) -> None:
-        """Protect the next fit. `resumes`: the program does not name the checkpoint to begin from."""
+        """Protect the next fit. `resumes`: the program names no checkpoint to begin from, or asks for the last one."""
         self._armed, self._resumes = True, resumes
         self._put_into_directory(trainer)
 
@@ -181,14 +181,31 @@ class Protection:
             setattr(owner, name, functools.update_wrapper(functools.partial(ours, trainer, original), original))
             self._undo.append(functools.partial(vars(owner).pop, name, None))
 
-    def _resume_start(self, _: Any, resume: Callable[..., None], *arguments: Any, **keywords: Any) -> None:
+    def _resume_start(self, trainer: Any, resume: Callable[..., None], *arguments: Any, **keywords: Any) -> None:
         call = inspect.signature(resume).bind(*arguments, **keywords)
         chosen = call.arguments.get("checkpoint_path")
-        if not chosen and self._run is not None and self._resumes and owns(Owner.TRAINER):
-            newest = self._run.newest()
-            chosen = call.arguments["checkpoint_path"] = None if newest is None else str(newest)
+        if self._run is not None and self._resumes and owns(Owner.TRAINER):
+            chosen = call.arguments["checkpoint_path"] = self._newest(trainer, self._run, chosen)
         self._resumed_name = Path(chosen or "").name
         resume(*call.args, **call.kwargs)
+
+    def _newest(self, trainer: Any, run: FrameworkRun, last: Any) -> str | None:
+        """Return what to resume from. `last`: what Lightning found as the last checkpoint, if the program asked for it.
+
+        That may lie outside the volume and outlive a pod. It is taken if it is newer than what Keepstep knows, and of
+        the same step on all ranks.
+        """
+        newest = run.newest()
+        if not last:
+            return None if newest is None else str(newest)
+        if not run.holds(Path(last).absolute()):
+            step = contents.step_of(trainer, last)
+            known = (run.recorded_step(newest) or 0) if newest else -1
+            if run.same(0, step) and step > known:
+                return str(last)
+        if newest is not None and newest.resolve() != Path(last).resolve():
+            _log.info("the program's last checkpoint is %s, and it resumes from: path=%s", last, newest)
+        return str(newest or last)
 
     def _load_loaders(self, trainer: Any, load: Callable[[], None]) -> None:
         load()
