@@ -2,6 +2,7 @@
 
 import shutil
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -95,3 +96,22 @@ def test_the_newer_is_taken_of_its_own_directory_and_what_was_saved_just_in_time
     shutil.rmtree(volume / "checkpoints" / "checkpoint-9")
     train(go_on(), resume_from_checkpoint=newest())
     assert trained == [[1, 2, 3, 4, 5, 6], [7, 8, 9], [9, 10, 11, 12]]
+
+
+def test_where_the_program_saves_weights_alone_a_just_in_time_save_is_whole(
+    volume: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_one = partial(make, save_only_model=True)
+    undisturbed = make_one(tmp_path / "undisturbed")
+    undisturbed.train()
+    stop(make_one(volume / "checkpoints", At("on_step_end", 6, terminate)))
+    resumed = train(make_one(volume / "checkpoints"))
+    assert weights(resumed) == weights(undisturbed)
+    assert not [message for message in caplog.messages if "with a new optimizer" in message]
+
+
+def test_resuming_from_weights_alone_is_said(volume: Path, caplog: pytest.LogCaptureFixture) -> None:
+    stop(make(volume / "checkpoints", At("on_step_end", 6, terminate), save_only_model=True))
+    shutil.rmtree(volume / "checkpoints" / "checkpoint-6")
+    train(make(volume / "checkpoints", save_only_model=True))
+    assert sum("with a new optimizer" in message for message in caplog.messages) == 1

@@ -97,6 +97,12 @@ class Protection(TrainerCallback):  # type: ignore[misc]  # transformers may not
         """Called before the first step, with the state that training resumes from."""
         if self._run is None or self._resumed is None:
             return
+        if self._saves_weights_alone and not self._is_last and not any(self._resumed.glob("rng_state*")):
+            _log.warning(
+                "resuming with a new optimizer and other random numbers: path=%s hint=with save_only_model, a periodic "
+                "checkpoint has the weights alone, and only a just-in-time one has all",
+                self._resumed,
+            )
         self._saved_step = self._step
         control = (self._trainer.state.stateful_callbacks or {}).get("TrainerControl", {})
         due = control.get("args", {}).get("should_evaluate", False)
@@ -176,7 +182,8 @@ class Protection(TrainerCallback):  # type: ignore[misc]  # transformers may not
 
         asynchronous = self._asynchronous(run)
         elsewhere = not self._trainer.args.push_to_hub and self._can_save_elsewhere(asynchronous=asynchronous)
-        if run.save(checkpoint, self._step, write, asynchronous=asynchronous, elsewhere=elsewhere):
+        is_saved = run.save(checkpoint, self._step, write, asynchronous=asynchronous, elsewhere=elsewhere)
+        if is_saved and not self._saves_weights_alone:
             self._saved_step = self._step
         if not asynchronous:
             # Callbacks that look at the new checkpoint come next.
@@ -250,6 +257,10 @@ class Protection(TrainerCallback):  # type: ignore[misc]  # transformers may not
         return Path(self._trainer._get_output_dir(None)).absolute() / f"checkpoint-{self._step}"
 
     @property
+    def _saves_weights_alone(self) -> bool:
+        return bool(getattr(self._trainer.args, "save_only_model", False))
+
+    @property
     def _is_last(self) -> bool:
         return bool(self._step >= self._trainer.state.max_steps)
 
@@ -315,7 +326,7 @@ class Protection(TrainerCallback):  # type: ignore[misc]  # transformers may not
             _log.warning("checkpoint lost: step=%d error=%s", self._step, reason(error))
 
     def _save(self) -> None:
-        """Save this step, unless it is saved already: an agent may be uploading those files.
+        """Save all of this step, unless that is saved already: an agent may be uploading those files.
 
         Into the checkpoint directory if the Trainer's own directory lies outside the volume. Killed in the middle, it
         leaves no `checkpoint-*`, which the Trainer would resume from in vain.
@@ -328,11 +339,16 @@ class Protection(TrainerCallback):  # type: ignore[misc]  # transformers may not
             checkpoint = run.checkpoint_directory / checkpoint.name
 
         def write(path: Path) -> None:
+            weights_alone = self._saves_weights_alone
             self._own_save = True
             try:
+                if weights_alone:
+                    trainer.args.save_only_model = False
                 with self._saving_into(path.parent, checkpoint.parent):
                     trainer._save_checkpoint(trainer.model, None)
             finally:
+                if weights_alone:
+                    trainer.args.save_only_model = True
                 self._own_save = False
 
         elsewhere = self._can_save_elsewhere(asynchronous=False)
