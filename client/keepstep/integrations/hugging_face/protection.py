@@ -225,10 +225,14 @@ class Protection(TrainerCallback):  # type: ignore[misc]  # transformers may not
             return True
         if not wish:
             return False
-        output = Path(self._trainer.args.output_dir)
-        last = trainer_utils.get_last_checkpoint(output) if output.is_dir() else None
-        is_last = last is not None and Path(last).resolve() == Path(wish).resolve()
+        last = self._last_in_its_directory()
+        is_last = last is not None and last.resolve() == Path(wish).resolve()
         return run.same(0, is_last) and is_last
+
+    def _last_in_its_directory(self) -> Path | None:
+        output = Path(self._trainer.args.output_dir).absolute()
+        last = trainer_utils.get_last_checkpoint(output) if output.is_dir() else None
+        return None if last is None else Path(last)
 
     def _newest(self, run: FrameworkRun, wish: Any) -> Any:
         """Return what to resume from. `wish`: None if the program says nothing, else the newest in its directory.
@@ -236,10 +240,10 @@ class Protection(TrainerCallback):  # type: ignore[misc]  # transformers may not
         That directory may lie outside the volume and outlive a pod. What it holds is taken if it is newer than what
         Keepstep knows, and the same on all ranks.
         """
-        newest, output = run.newest(), Path(self._trainer.args.output_dir).absolute()
-        if wish is not None and not run.holds(output):
-            last = trainer_utils.get_last_checkpoint(output) if output.is_dir() else None
-            step = int(Path(last).name.rpartition("-")[2]) if last else -1
+        newest = run.newest()
+        if wish is not None and not run.holds(Path(self._trainer.args.output_dir).absolute()):
+            last = self._last_in_its_directory()
+            step = int(last.name.rpartition("-")[2]) if last else -1
             known = (run.recorded_step(newest) or 0) if newest else -1
             if run.same(0, step) and step > known:
                 return wish
