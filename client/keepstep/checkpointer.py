@@ -20,17 +20,18 @@ from typing import Final
 from keepstep.asynchronous_saves.background_writer import BackgroundWriter
 from keepstep.asynchronous_saves.save_functions import handing_in
 from keepstep.checkpoint_writer import CheckpointWriter, SaveBlock, checked_units
-from keepstep.checkpoints.local_checkpoints import LocalCheckpoints
+from keepstep.checkpoints.ended_trainings import ended_before
+from keepstep.checkpoints.local_checkpoints import directory_in
 from keepstep.checkpoints.rank_files import file_of_a_rank
 from keepstep.checkpoints.records import Kind, Record
 from keepstep.errors import ErrorKind, UsageError, VolumeError, final_checkpoint_lost
 from keepstep.gate import Action
 from keepstep.integrations.ownership import Owner, claim
 from keepstep.ranks.coordinator import WRITE_SECONDS
-from keepstep.resuming import PartialCheckpoint, choose, choose_partial
+from keepstep.resuming import PartialCheckpoint, Resumption
 from keepstep.save_schedule import Interval, SaveSchedule, parse_interval, parse_objective
 from keepstep.session import PendingSave, Session
-from keepstep.settings import read_settings
+from keepstep.settings import Settings, read_settings
 
 _log: Final = logging.getLogger("keepstep")
 _EVERY_STEPS: Final = 100
@@ -45,6 +46,8 @@ class Checkpointer:
     Args:
         directory: Where checkpoints are written. By default `keepstep run` and the injection choose it, else it is
             `./checkpoints`.
+        name: Tells the programs of one run apart, such as `"pretraining"`: each saves in a folder of its own, and
+            resumes from there. Not with a `directory`.
         volume: The directory that trainer and agent share; `directory` lies in it. From the environment by default.
         socket: The agent's unix socket. From the environment by default.
         keep_local: How many complete checkpoints stay on the local disk.
@@ -54,7 +57,7 @@ class Checkpointer:
             default the environment decides, else it is true.
 
     Raises:
-        UsageError: An argument makes no sense.
+        UsageError: An argument makes no sense. Or another program of this run has ended its training in this directory.
         VolumeError: The directory cannot be written.
 
     Example:
@@ -76,6 +79,7 @@ class Checkpointer:
         self,
         directory: str | Path | None = None,
         *,
+        name: str | None = None,
         volume: str | Path | None = None,
         socket: str | Path | None = None,
         keep_local: int = 1,
@@ -84,7 +88,8 @@ class Checkpointer:
     ) -> None:
         if keep_local < 1:
             raise UsageError(ErrorKind.BAD_ARGUMENT, f"keep_local is {keep_local}", hint="keep at least one checkpoint")
-        settings = read_settings(os.environ, directory=directory, volume=volume, socket=socket)
+        settings = read_settings(os.environ, directory=directory, name=name, volume=volume, socket=socket)
+        _refuse_second_program(settings)
         self._keep_local = keep_local
         self._pending: PendingSave | None = None
         self._schedule = SaveSchedule(time.monotonic())
@@ -114,8 +119,7 @@ class Checkpointer:
             RestoreError: There may be a checkpoint at the destination, and it cannot be had.
             SystemExit: With code 143, when the pod is already ending and no step was done.
         """
-        local = self._local_checkpoints()
-        newest = choose(self._session, lambda: local.whole(by_framework=False))
+        newest = self._resumption().choose()
         if newest is None:
             return None
         self._warn_of_other_ranks(newest)
@@ -131,24 +135,22 @@ class Checkpointer:
             With lazy restore a checkpoint whose `fetch` brings what is read. Only `first` is on a volume, that of rank
             0. Otherwise its directory, as `resume` does.
         """
-        local = self._local_checkpoints()
-        newest = choose_partial(self._session, lambda: local.whole(by_framework=False), [(first, 0, 0)])
+        newest = self._resumption().choose_partial([(first, 0, 0)])
         if isinstance(newest, PartialCheckpoint):
             self._schedule.saved(newest.step, time.monotonic())
             return newest
         return None if newest is None else self._resume_from(newest)
 
-    def _local_checkpoints(self) -> LocalCheckpoints:
-        """Return the checkpoints of this volume, once all ranks have come to resume. Leaves if the pod is ending."""
+    def _resumption(self) -> Resumption:
+        """Return what chooses the checkpoint, once all ranks have come to resume. Leaves if the pod is ending."""
         self._resumed = True
         self._writer.wait()
         if self._session.ends_untrained():
             self._session.leave()
-        return self._session.context().local
+        return Resumption(self._session, [_own_directory(self._session.settings)], by_framework=False)
 
     def _resume_from(self, newest: Record) -> Path:
         self._schedule.saved(newest.step, time.monotonic())
-        _log.info("resuming: name=%s step=%d", newest.name, newest.step)
         return self._session.context().local.path(newest.name)
 
     def should_save(
@@ -297,6 +299,7 @@ class Checkpointer:
         self._forget_begun()
         if self._session.stopping:
             self._session.leave()
+        self._session.note_end([_own_directory(self._session.settings)])
         self._session.close()
 
     def close(self) -> None:
@@ -399,8 +402,9 @@ class Checkpointer:
         self._resumed = True
         context = self._session.context()
         try:
+            own = _own_directory(self._session.settings)
             whole = context.local.whole(by_framework=False) if context.leads_pod else ()
-            newest = max((record.step for record in whole), default=-1)
+            newest = max((record.step for record in whole if record.belongs_to == own), default=-1)
         except OSError:
             # The save itself meets what is wrong with the volume, on all ranks.
             return
@@ -416,6 +420,21 @@ class Checkpointer:
         if self._pending is not None:
             self._session.abort(self._pending)
         self._pending = None
+
+
+def _refuse_second_program(settings: Settings) -> None:
+    if ended_before(settings.records_directory, _own_directory(settings)):
+        raise UsageError(
+            ErrorKind.BAD_ARGUMENT,
+            f"another training of this run has ended in {settings.checkpoint_directory}, and this one would resume "
+            "from its checkpoints",
+            hint="give each program of a run a name: Checkpointer(name=…)",
+        )
+
+
+def _own_directory(settings: Settings) -> str:
+    """Return what records call the directory that this program saves in."""
+    return directory_in(settings.checkpoint_directory, settings.volume, settings.run_directory)
 
 
 def _kind_for(action: Action) -> Kind:

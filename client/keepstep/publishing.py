@@ -24,6 +24,8 @@ _log: Final = logging.getLogger("keepstep")
 class Publication:
     """A save whose checkpoint belongs at `path`. All ranks make the same calls, each step once.
 
+    `by_framework` and `output` as in a record.
+
     Raises nothing: an error costs the checkpoint, and is said.
     """
 
@@ -34,11 +36,13 @@ class Publication:
         path: Path,
         *,
         by_framework: bool = True,
+        output: str = "",
     ) -> None:
         self._session = session
         self._context = session.context()
         self._pending = pending
         self._by_framework = by_framework
+        self._output = output
         self._staged = self._context.local.staged(pending.save, path, by_framework=by_framework)
         self._brings = True
         """Whether this pod has a part of the checkpoint."""
@@ -183,7 +187,7 @@ class Publication:
 
     def again(self, pending: PendingSave) -> "Publication":
         """Return a new save of what was announced, as it is by now."""
-        new = Publication(self._session, pending, self.path, by_framework=self._by_framework)
+        new = Publication(self._session, pending, self.path, by_framework=self._by_framework, output=self._output)
         new._brings, new._alone, new._has_writers = self._brings, self._alone, self._has_writers
         if self.record is not None:
             new.record = replace(self.record, save=pending.save, saved_at=time.time(), announced=False)
@@ -237,7 +241,9 @@ class Publication:
             world_size=len(ranks.pod) if self._alone else ranks.world_size,
             saved_at=time.time(),
             files=files,
-            directory=self._context.local.directory_of(self.path) if self._by_framework else None,
+            directory=self._context.local.directory_of(self.path),
+            output=self._output,
+            by_framework=self._by_framework,
             ranks=ranks.pod,
         )
 
@@ -264,7 +270,7 @@ class Publication:
             if complete != self._recorded:
                 write_record(local.records, complete)
             if self.record is not None and self.record.name != complete.name:
-                remove_record(local.records, self.record.name)
+                remove_record(local.records / self.record.file_name)
         except Exception as error:
             _log.warning("checkpoint not recorded: path=%s error=%s", self.path, reason(error))
             return False

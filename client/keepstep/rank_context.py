@@ -70,7 +70,8 @@ def _context(settings: Settings, coordinator: RankCoordinator, gate: Gate, nonce
     local = LocalCheckpoints(
         volume=settings.volume,
         directory=settings.checkpoint_directory,
-        records=settings.state_directory / names.RECORDS_DIRECTORY,
+        run_directory=settings.run_directory,
+        records=settings.records_directory,
         saving=settings.state_directory / names.SAVING_DIRECTORY,
         nonce=nonce,
     )

@@ -1,10 +1,11 @@
-"""What a start of the job resumes from: the same checkpoint on all ranks, the newest that every pod can have.
+"""What a training resumes from: the same checkpoint on all ranks, the newest of its own that every pod can have.
 
-Where a restore step ran before the program, that is the newest checkpoint that is whole in every pod. With lazy restore
-nothing was chosen before: the ranks decide here, after they have met, among what lies in their volumes and what is
-committed at the destination, and each pod's agent brings what it lacks. So it does not matter what was started: a new
-job, a suspended one, a replaced pod, or containers that were restarted in place. If one pod finds the choice damaged,
-all choose again without it.
+A checkpoint belongs to the output directory that it was saved in, and only a training of that directory resumes from
+it: the next stage of a job, or another fold, does not. Where a restore step ran before the program, the choice is the
+newest that is whole in every pod. With lazy restore nothing was chosen before: the ranks decide here, after they have
+met, among what lies in their volumes and what is committed at the destination, and each pod's agent brings what it
+lacks. So it does not matter what was started: a new job, a suspended one, a replaced pod, or containers that were
+restarted in place. If one pod finds the choice damaged, all choose again without it.
 """
 
 import logging
@@ -15,13 +16,17 @@ from pathlib import Path
 from typing import Final
 
 from keepstep.agent_client.restores import FileRange, Restores
+from keepstep.autoload.post_import import warn
+from keepstep.checkpoints.local_checkpoints import LocalCheckpoints
 from keepstep.checkpoints.records import Record
 from keepstep.errors import ErrorKind, RanksError, RestoreError, VolumeError
 from keepstep.ranks.coordinator import WRITE_SECONDS
 from keepstep.session import Session
 from keepstep_api import names
+from keepstep_api.records import directory_key
 
 _log: Final = logging.getLogger("keepstep")
+_MOST_SAID: Final = 3
 
 _Bring = Callable[[Restores, str, Callable[[str], None]], object]
 """Brings to this pod what it must have of a save before all ranks resume from it."""
@@ -52,149 +57,216 @@ class SomeFiles:
     files: Sequence[str]
 
 
-def choose(session: Session, whole: Callable[[], Sequence[Record]]) -> Record | None:
-    """Return the checkpoint to resume from, which is whole on this volume; None to start from step 0.
+class Resumption:
+    """What one training resumes from, the same on all ranks. Says it in one line, with what was passed over.
 
-    `whole` returns the whole local checkpoints. Raises VolumeError when pods have checkpoints, but none in common,
-    RanksError when some ranks do not come, and RestoreError when there may be a checkpoint that cannot be had.
+    Its methods raise VolumeError when pods have checkpoints, but none in common, RanksError when some ranks do not
+    come, and RestoreError when there may be a checkpoint that cannot be had.
+
+    Args:
+        session: Of this process.
+        outputs: The training's own output directories, as records call them: it resumes from no other's checkpoints.
+            None: of any, for a program that names no directory.
+        by_framework: Whether it may resume from what frameworks wrote.
     """
-    chosen = _chosen(session, whole, _bring_all)
-    if not isinstance(chosen, tuple):
+
+    def __init__(self, session: Session, outputs: Sequence[str] | None, *, by_framework: bool = True) -> None:
+        self._session = session
+        self._outputs = outputs
+        self._by_framework = by_framework
+        self._passed_over: dict[str, str] = {}
+        """The newest checkpoint of each other output directory, as far as they lie here."""
+
+    def choose(self) -> Record | None:
+        """Return the checkpoint to resume from, which is whole on this volume; None to start from step 0."""
+        chosen = self._choose()
+        self._say(chosen)
         return chosen
-    step, save = chosen
-    found = next((record for record in whole() if record.save == save), None)
-    if found is None:
-        raise RestoreError(
-            ErrorKind.NOT_RESTORED,
-            f"the agent has brought the checkpoint of step {step}, and it is not in {session.settings.volume}",
-            hint="the program and its agent must share one volume and one checkpoint directory",
+
+    def choose_or(self, found: Path, step: int) -> Path:
+        """As `choose`, where the framework finds this checkpoint of that step in its own directory; return the path.
+
+        It may lie outside the volume and outlive a pod. Then it is taken if it is newer, and of one step on all ranks.
+        """
+        chosen = self._choose()
+        session = self._session
+        is_outside = not found.resolve().is_relative_to(session.settings.volume.resolve())
+        is_one = session.context().coordinator.same(f"resume/{session.next_number()}/found", str((is_outside, step)))
+        if chosen is None or (is_one and is_outside and step > chosen.step):
+            self._tell(f"resuming from {found}, which the program found")
+            return found
+        place = self._local.place(chosen)
+        if place.resolve() != found.resolve():
+            self._passed_over[""] = f"{found}, which the program found"
+        self._say(chosen)
+        return place
+
+    def _choose(self) -> Record | None:
+        chosen = self._chosen(_bring_all)
+        if not isinstance(chosen, tuple):
+            return chosen
+        step, save = chosen
+        found = next((record for record in self._whole() if record.save == save), None)
+        if found is None:
+            raise RestoreError(
+                ErrorKind.NOT_RESTORED,
+                f"the agent has brought the checkpoint of step {step}, and it is not in "
+                f"{self._session.settings.volume}",
+                hint="the program and its agent must share one volume and one checkpoint directory",
+            )
+        return found
+
+    def choose_partial(self, first: Sequence[FileRange]) -> PartialCheckpoint | Record | None:
+        """As `choose`, for a reader that knows what it needs: only `first` is brought, and only to the pod of rank 0.
+
+        Returns a record if the checkpoint is whole here, and nothing needs to be brought.
+        """
+        session = self._session
+        is_first = session.context().coordinator.ranks.rank == 0
+
+        def bring(restores: Restores, save: str, waiting: Callable[[str], None]) -> object:
+            # The others' agents read the manifests meanwhile, and so are ready for what is asked of them next.
+            return restores.fetch(save, first, waiting) if is_first else restores.files(save, waiting)
+
+        chosen = self._chosen(bring)
+        if not isinstance(chosen, tuple):
+            self._say(chosen)
+            return chosen
+        step, save = chosen
+        self._tell(f"resuming from step {step}, as far as it is read")
+        return PartialCheckpoint(
+            step=step,
+            ask=lambda ranges: _restores(session).ask(save, ranges),
+            fetch=lambda ranges: _restores(session).fetch(save, ranges, _waiting(session)),
         )
-    return found
 
+    def choose_files(self, needed: Callable[[Sequence[str]], Sequence[str]]) -> SomeFiles | Record | None:
+        """As `choose`, for a reader that needs some of the files: `needed` chooses among the paths of all; none: all.
 
-def choose_partial(
-    session: Session, whole: Callable[[], Sequence[Record]], first: Sequence[FileRange]
-) -> PartialCheckpoint | Record | None:
-    """As `choose`, for a reader that knows what it needs: only `first` is brought, and only to the pod of rank 0.
+        Returns a record if the checkpoint is whole here.
+        """
+        session = self._session
+        if not session.settings.lazy or session.holds_whole_job:
+            return self.choose()
 
-    Returns a record if the checkpoint is whole here, and nothing needs to be brought.
-    """
-    is_first = session.context().coordinator.ranks.rank == 0
+        def bring(restores: Restores, save: str, waiting: Callable[[str], None]) -> tuple[Path, Path, Sequence[str]]:
+            place, files = restores.files(save, waiting)
+            ranges = [(path, 0, 0) for path in needed(files)]
+            return place, restores.fetch(save, ranges or None, waiting), files
 
-    def bring(restores: Restores, save: str, waiting: Callable[[str], None]) -> object:
-        # The others' agents read the manifests meanwhile, and so are ready for what is asked of them next.
-        return restores.fetch(save, first, waiting) if is_first else restores.files(save, waiting)
+        chosen = self._chosen(bring)
+        if not isinstance(chosen, tuple):
+            self._say(chosen)
+            return chosen
+        step, save = chosen
+        self._tell(f"resuming from step {step}, as far as it is read")
+        # It is here already; an agent that was started again meanwhile verifies it once more.
+        key = f"resume/{session.next_number()}/read"
+        try:
+            place, directory, files = bring(_restores(session), save, _waiting(session))
+        except (RestoreError, SystemExit):
+            # No other rank may wait for this one.
+            session.context().coordinator.agree(key, ok=False)
+            raise
+        if not session.context().coordinator.agree(key, ok=True, seconds=WRITE_SECONDS):
+            raise _not_had_by_another(step)
+        return SomeFiles(place=place, directory=directory, files=files)
 
-    chosen = _chosen(session, whole, bring)
-    if not isinstance(chosen, tuple):
-        return chosen
-    step, save = chosen
-    _log.info("resuming, as far as it is read: step=%d", step)
-    return PartialCheckpoint(
-        step=step,
-        ask=lambda ranges: _restores(session).ask(save, ranges),
-        fetch=lambda ranges: _restores(session).fetch(save, ranges, _waiting(session)),
-    )
+    @property
+    def _local(self) -> LocalCheckpoints:
+        return self._session.context().local
 
+    def _chosen(self, bring: _Bring) -> Record | tuple[int, str] | None:
+        """Return a local checkpoint, or the step and save of a committed one, after `bring`."""
+        return self._choose_any(bring) if self._session.settings.lazy else self._choose_local()
 
-def choose_files(
-    session: Session, whole: Callable[[], Sequence[Record]], needed: Callable[[Sequence[str]], Sequence[str]]
-) -> SomeFiles | Record | None:
-    """As `choose`, for a reader that needs some of the files: `needed` chooses among the paths of all; none means all.
+    def _whole(self) -> Sequence[Record]:
+        """Return the whole checkpoints on this volume that may be resumed from, the newest first."""
+        found = []
+        for record in self._local.whole(by_framework=self._by_framework):
+            if self._outputs is None or record.belongs_to in self._outputs:
+                found.append(record)
+            else:
+                of = record.belongs_to or "checkpoints"
+                self._passed_over.setdefault(of, f"{self._local.place(record)}, of another output directory")
+        return found
 
-    Returns a record if the checkpoint is whole here.
-    """
-    if not session.settings.lazy or session.holds_whole_job:
-        return choose(session, whole)
+    def _choose_local(self) -> Record | None:
+        session, records = self._session, self._whole()
+        # With several pods, each pod wrote only its own part, so only restored checkpoints are whole there.
+        usable = {(one.step, one.save): one for one in records if one.committed or session.holds_whole_job}
+        number = session.next_number()
+        chosen = session.context().coordinator.choose_newest(f"resume/{number}", list(usable))
+        if chosen is None:
+            _require_all_afresh(session, number, has_none=not records)
+        step, key = session.agent.newest_committed or (-1, "")
+        is_own = self._outputs is None or key in map(directory_key, self._outputs)
+        if is_own and step > (chosen[0] if chosen else -1):
+            _log.warning("a newer checkpoint is committed: step=%d hint=run `keepstep restore` first", step)
+        return usable[chosen] if chosen else None
 
-    def bring(restores: Restores, save: str, waiting: Callable[[str], None]) -> tuple[Path, Path, Sequence[str]]:
-        place, files = restores.files(save, waiting)
-        ranges = [(path, 0, 0) for path in needed(files)]
-        return place, restores.fetch(save, ranges or None, waiting), files
+    def _choose_any(self, bring: _Bring) -> Record | tuple[int, str] | None:
+        """Choose among what pods have and what is committed, and `bring` it to each pod."""
+        session = self._session
+        context = session.context()
+        while True:  # ends: a checkpoint that a pod found damaged is not offered by that pod again
+            number = session.next_number()
+            progress = f"resume/{number}/listing"
+            # Of a job in several pods, no pod's own part is enough. What came from the destination may be damaged by
+            # now.
+            records = self._whole() if session.holds_whole_job else ()
+            own = {(record.step, record.save): record for record in records if not record.committed}
+            offered: Sequence[tuple[int, str]] | None = None
+            try:
+                if context.leads_pod:
+                    offered = [*own, *self._committed(progress, can_do_without=bool(own))]
+                chosen = context.coordinator.choose_newest(f"resume/{number}", offered, progress=progress)
+            except (RestoreError, SystemExit):
+                # No other rank may wait for this one.
+                context.coordinator.withdraw(f"resume/{number}")
+                raise
+            except RanksError:
+                if session.told_to_end:
+                    raise SystemExit(names.JUST_IN_TIME_EXIT_CODE) from None
+                raise
+            if chosen is None:
+                _require_all_afresh(session, number, has_none=not offered)
+                return None
+            if chosen in own:
+                return own[chosen]
+            if _is_brought(session, number, chosen, bring):
+                return chosen
 
-    chosen = _chosen(session, whole, bring)
-    if not isinstance(chosen, tuple):
-        return chosen
-    step, save = chosen
-    _log.info("resuming, as far as it is read: step=%d", step)
-    # It is here already; an agent that was started again meanwhile verifies it once more.
-    key = f"resume/{session.next_number()}/read"
-    try:
-        place, directory, files = bring(_restores(session), save, _waiting(session))
-    except (RestoreError, SystemExit):
-        # No other rank may wait for this one.
-        session.context().coordinator.agree(key, ok=False)
-        raise
-    if not session.context().coordinator.agree(key, ok=True, seconds=WRITE_SECONDS):
-        raise _not_had_by_another(step)
-    return SomeFiles(place=place, directory=directory, files=files)
+    def _committed(self, progress: str, *, can_do_without: bool) -> Sequence[tuple[int, str]]:
+        """Return the committed checkpoints that this pod can have. Raises RestoreError."""
+        keys = [None] if self._outputs is None else [directory_key(output) for output in self._outputs]
+        try:
+            restores = _restores(self._session)
+            return [one for key in keys for one in restores.newest(_waiting(self._session, progress), key)]
+        except RestoreError as error:
+            # All of them are damaged.
+            if error.kind is ErrorKind.CHECKPOINT_DAMAGED and can_do_without:
+                return ()
+            raise
+
+    def _say(self, chosen: Record | None) -> None:
+        if chosen is not None:
+            self._tell(f"resuming from step {chosen.step}: {self._local.place(chosen)}")
+        else:
+            own = self._outputs
+            places = [self._session.settings.volume] if own is None else [self._local.folder(output) for output in own]
+            self._tell(f"starting from step 0, there is no checkpoint in {' or in '.join(map(str, places))}")
+
+    def _tell(self, what: str) -> None:
+        """Write the line of this start, also for a program that configures no logging."""
+        if self._session.context().coordinator.ranks.rank == 0:
+            over = [place for _, place in sorted(self._passed_over.items())]
+            more = f" and {len(over) - _MOST_SAID} more" if len(over) > _MOST_SAID else ""
+            warn(f"{what}; passed over: {', '.join(over[:_MOST_SAID])}{more}" if over else what)
 
 
 def _bring_all(restores: Restores, save: str, waiting: Callable[[str], None]) -> Path:
     return restores.fetch(save, None, waiting)
-
-
-def _chosen(session: Session, whole: Callable[[], Sequence[Record]], bring: _Bring) -> Record | tuple[int, str] | None:
-    """Return a local checkpoint, or the step and save of a committed one, after `bring`."""
-    return _choose_any(session, whole, bring) if session.settings.lazy else _choose_local(session, whole())
-
-
-def _choose_local(session: Session, records: Sequence[Record]) -> Record | None:
-    # With several pods, each pod wrote only its own part, so only restored checkpoints are whole there.
-    usable = {(one.step, one.save): one for one in records if one.committed or session.holds_whole_job}
-    number = session.next_number()
-    chosen = session.context().coordinator.choose_newest(f"resume/{number}", list(usable))
-    if chosen is None:
-        _require_all_afresh(session, number, has_none=not records)
-        return None
-    committed_step = session.agent.newest_committed_step
-    if committed_step is not None and committed_step > chosen[0]:
-        _log.warning("a newer checkpoint is committed: step=%d hint=run `keepstep restore` first", committed_step)
-    return usable[chosen]
-
-
-def _choose_any(
-    session: Session, whole: Callable[[], Sequence[Record]], bring: _Bring
-) -> Record | tuple[int, str] | None:
-    """Choose among what pods have and what is committed, and `bring` it to each pod."""
-    context = session.context()
-    while True:  # ends: a checkpoint that a pod found damaged is not offered by that pod again
-        number = session.next_number()
-        progress = f"resume/{number}/listing"
-        # Of a job in several pods, no pod's own part is enough. What came from the destination may be damaged by now.
-        records = whole() if session.holds_whole_job else ()
-        own = {(record.step, record.save): record for record in records if not record.committed}
-        offered: Sequence[tuple[int, str]] | None = None
-        try:
-            if context.leads_pod:
-                offered = [*own, *_committed(session, progress, can_do_without=bool(own))]
-            chosen = context.coordinator.choose_newest(f"resume/{number}", offered, progress=progress)
-        except (RestoreError, SystemExit):
-            # No other rank may wait for this one.
-            context.coordinator.withdraw(f"resume/{number}")
-            raise
-        except RanksError:
-            if session.told_to_end:
-                raise SystemExit(names.JUST_IN_TIME_EXIT_CODE) from None
-            raise
-        if chosen is None:
-            _require_all_afresh(session, number, has_none=not offered)
-            return None
-        if chosen in own:
-            return own[chosen]
-        if _is_brought(session, number, chosen, bring):
-            return chosen
-
-
-def _committed(session: Session, progress: str, *, can_do_without: bool) -> Sequence[tuple[int, str]]:
-    """Return the committed checkpoints that this pod can have. Raises RestoreError."""
-    try:
-        return _restores(session).newest(_waiting(session, progress))
-    except RestoreError as error:
-        # All of them are damaged.
-        if error.kind is ErrorKind.CHECKPOINT_DAMAGED and can_do_without:
-            return ()
-        raise
 
 
 class _Overruled(Exception):  # noqa: N818 - it ends a wait, and is no error

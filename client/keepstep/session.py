@@ -13,7 +13,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,6 +23,7 @@ from keepstep.agent_client.client import Agent
 from keepstep.agent_client.liveness import claimed, hold_liveness_lock
 from keepstep.agent_client.step_file import StepFile
 from keepstep.asynchronous_saves.background_writer import BackgroundWriter
+from keepstep.checkpoints.ended_trainings import note_end
 from keepstep.checkpoints.records import Kind, Record, write_record
 from keepstep.errors import ErrorKind, VolumeError
 from keepstep.gate import Action
@@ -282,6 +283,16 @@ class Session:
             # No other save follows a just-in-time or a final one.
             return self._announce(record, path, urgent=record.kind is not Kind.PERIODIC)
 
+    def note_end(self, outputs: Sequence[str]) -> None:
+        """Note that the training of these output directories, as records call them, has ended by itself."""
+        context = self._context
+        if context is not None and context.leads_pod:
+            try:
+                for output in outputs:
+                    note_end(context.local.records, output)
+            except OSError as error:
+                _log.warning("the end of the training is not noted: error=%s", error)
+
     def announce_missed(self) -> None:
         """Announce the newest checkpoint again, if its announcement failed."""
         with self._announcing:
@@ -390,6 +401,7 @@ class Session:
             units=self._notes.units(record.save),
             files=files,
             others=record.others if files else (),
+            output=record.output,
             urgent=urgent,
         )
         self._unannounced = None if announced else (record, path)
@@ -411,7 +423,10 @@ class Session:
             # pathlib raises RuntimeError for symbolic links that form a loop.
             raise self._unusable(error) from error
         if not lives:
-            _log.warning("another process of this run is alive: volume=%s", settings.volume)
+            _log.warning(
+                "another process of this run is alive: volume=%s hint=give each program a Checkpointer(name=…)",
+                settings.volume,
+            )
         return lives
 
     def _unusable(self, error: Exception) -> VolumeError:

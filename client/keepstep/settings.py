@@ -5,6 +5,7 @@ is no agent.
 """
 
 import logging
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +17,7 @@ from keepstep_api import names
 
 _log: Final = logging.getLogger("keepstep")
 LOCAL_DIRECTORY: Final = "checkpoints"
+_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _SWITCH: Final = {"true": True, "on": True, "1": True, "false": False, "off": False, "0": False}
 
 
@@ -23,12 +25,15 @@ _SWITCH: Final = {"true": True, "on": True, "1": True, "false": False, "off": Fa
 class Settings:
     """Absolute paths. `socket` is None when no agent is configured. `ranks`: as the launcher says.
 
+    `checkpoint_directory`: where this program saves. `run_directory`: where programs of the run save that name none.
+
     `lazy`: nothing was restored before this program, and the agent brings what it asks for. `asynchronous`: whether
     checkpoints are written while training continues; None if the environment leaves that to each framework's default.
     """
 
     volume: Path
     checkpoint_directory: Path
+    run_directory: Path
     socket: Path | None
     lazy: bool = False
     asynchronous: bool | None = None
@@ -39,15 +44,29 @@ class Settings:
         """Keepstep's own folder in the volume."""
         return self.volume / names.STATE_DIRECTORY
 
+    @property
+    def records_directory(self) -> Path:
+        return self.state_directory / names.RECORDS_DIRECTORY
+
 
 def read_settings(
     environment: Mapping[str, str],
     *,
     directory: str | Path | None = None,
+    name: str | None = None,
     volume: str | Path | None = None,
     socket: str | Path | None = None,
 ) -> Settings:
-    """Read the settings from the arguments, then from the environment. Raises UsageError."""
+    """Read the settings from the arguments, then from the environment. Raises UsageError.
+
+    `name`: of one of several programs, which saves in a folder of its own in the run's checkpoint directory.
+    """
+    if name is not None and (directory is not None or not _NAME.fullmatch(name)):
+        raise UsageError(
+            ErrorKind.BAD_ARGUMENT,
+            f"name is {name!r}" if directory is None else f"both a directory and the name {name!r} are given",
+            hint="name a program with letters, digits and . _ - or give it a directory",
+        )
     rank = _number(environment, ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK"), 0)
     ranks = Ranks(
         rank=rank,
@@ -57,20 +76,22 @@ def read_settings(
     )
     asynchronous = _switch(environment, names.ENV_ASYNCHRONOUS_SAVES)
     volume = volume or environment.get(names.ENV_VOLUME)
-    directory = directory or environment.get(names.ENV_CHECKPOINT_DIRECTORY)
+    run_directory = environment.get(names.ENV_CHECKPOINT_DIRECTORY)
     socket = socket or environment.get(names.ENV_SOCKET)
     if not volume:
         # Write nothing outside the one directory that the user knows of.
-        local = _absolute(directory or LOCAL_DIRECTORY)
+        local = _absolute(directory or run_directory or LOCAL_DIRECTORY)
         return Settings(
             ranks=ranks,
             volume=local,
-            checkpoint_directory=local,
+            checkpoint_directory=local / name if name else local,
+            run_directory=local,
             asynchronous=asynchronous,
             socket=_absolute(socket) if socket else None,
         )
     root = _absolute(volume)
-    checkpoint_directory = _absolute(directory) if directory else root / names.CHECKPOINT_DIRECTORY
+    default = _absolute(run_directory) if run_directory else root / names.CHECKPOINT_DIRECTORY
+    checkpoint_directory = _absolute(directory) if directory else default / (name or "")
     if not checkpoint_directory.is_relative_to(root):
         _log.warning(
             "not uploaded, the directory lies outside the volume: directory=%s volume=%s", checkpoint_directory, root
@@ -79,6 +100,7 @@ def read_settings(
         ranks=ranks,
         volume=root,
         checkpoint_directory=checkpoint_directory,
+        run_directory=default,
         lazy=environment.get(names.ENV_RESTORE) == names.LAZY,
         asynchronous=asynchronous,
         socket=_absolute(socket) if socket else root / names.STATE_DIRECTORY / names.SOCKET,

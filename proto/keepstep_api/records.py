@@ -1,17 +1,31 @@
-"""Records: one small JSON file per local checkpoint that is complete, `<volume>/.keepstep/records/<name>.json`.
+"""Records: one small JSON file per local checkpoint that is complete, below `<volume>/.keepstep/records/`.
 
-Owns the format, which client and `keepstep restore` write. The agent has a decoder of its own, because what the trainer
-writes is untrusted input there.
+Owns the format, which client and `keepstep restore` write, and what tells one directory's checkpoints from another's.
+The agent has a decoder of its own, because what the trainer writes is untrusted input there.
 """
 
 import json
 from dataclasses import dataclass
 from enum import Enum
+from hashlib import sha256
 from typing import Any, Final
 
 from keepstep_api.names import RECORD_FORMAT
 
 SUFFIX: Final = ".json"
+
+
+def directory_key(directory: str) -> str:
+    """Return what stands for a directory in names of files and keys of objects; empty for the checkpoint directory.
+
+    `directory` is relative to the volume, and empty for the checkpoint directory.
+    """
+    return sha256(directory.encode(errors="surrogateescape")).hexdigest()[:12] if directory else ""
+
+
+def record_file(directory: str, name: str) -> str:
+    """Return the name of the file that is the record of a checkpoint. `directory` as for `directory_key`."""
+    return f"{name}@{directory_key(directory)}{SUFFIX}" if directory else f"{name}{SUFFIX}"
 
 
 class Kind(str, Enum):
@@ -39,11 +53,13 @@ class Record:
     """A complete local checkpoint. `saved_at` is unix seconds.
 
     `committed`: it came from the destination. `announced`: an agent has it. With neither, an agent that was unreachable
-    takes it up by this record. `directory`: where a framework wrote it, relative to the volume; None when it lies in
-    the checkpoint directory and Keepstep may delete it. `ranks`: the ranks of this pod, whose parts it holds; empty
-    in the record of a restored checkpoint. `others`: files of the program's own beside `files`, relative to the
-    checkpoint, that belong to it as they are when an agent takes it; the program may write to them again. `inode`: of
-    the checkpoint, by which it is found when the program has renamed it; 0 if not known.
+    takes it up by this record. `directory`: where it lies, relative to the volume; empty: in the checkpoint directory.
+    `output`: the output directory that it belongs to, if that is another one, such as the one above a folder that is
+    numbered anew at each start. `by_framework`: a framework wrote it, and Keepstep does not delete it. `ranks`: the
+    ranks of this pod, whose parts it holds; empty in the record of a restored checkpoint. `others`: files of the
+    program's own beside `files`, relative to the checkpoint, that belong to it as they are when an agent takes it; the
+    program may write to them again. `inode`: of the checkpoint, by which it is found when the program has renamed it; 0
+    if not known.
     """
 
     name: str
@@ -55,10 +71,22 @@ class Record:
     files: tuple[RecordedFile, ...]
     committed: bool = False
     announced: bool = False
-    directory: str | None = None
+    directory: str = ""
+    output: str = ""
+    by_framework: bool = False
     ranks: tuple[int, ...] = ()
     others: tuple[str, ...] = ()
     inode: int = 0
+
+    @property
+    def file_name(self) -> str:
+        """The record's own name. Directories may have checkpoints of one name each."""
+        return record_file(self.directory, self.name)
+
+    @property
+    def belongs_to(self) -> str:
+        """The output directory that it belongs to, relative to the volume; empty: the checkpoint directory."""
+        return self.output or self.directory
 
     @property
     def order(self) -> tuple[int, float]:
@@ -80,8 +108,12 @@ class Record:
             value["committed"] = True
         if self.announced:
             value["announced"] = True
-        if self.directory is not None:
+        if self.directory:
             value["directory"] = self.directory
+        if self.output:
+            value["output"] = self.output
+        if self.by_framework:
+            value["by_framework"] = True
         if self.ranks:
             value["ranks"] = list(self.ranks)
         if self.others:

@@ -22,6 +22,7 @@ from keepstep_agent.core.limits import (
     WORLD_SIZE,
 )
 from keepstep_api.names import CHECKPOINT_DIRECTORY, MOST_OTHERS, RECORDS_DIRECTORY, STATE_DIRECTORY
+from keepstep_api.records import record_file
 
 
 def keep(
@@ -50,7 +51,7 @@ def keep(
         files=(RecordedFile(path="state", size_bytes=size_bytes),),
         announced=announced,
         committed=committed,
-        directory=directory,
+        directory=directory or "",
         ranks=ranks,
         others=others,
     )
@@ -177,7 +178,8 @@ def test_a_recorded_path_is_where_the_checkpoint_was_written(tmp_path: Path) -> 
     expected |= {watched / "checkpoint-300", watched / "checkpoint-400"}
     assert paths.find() == expected
     (folder / "checkpoint-100.json").unlink()
-    change_record(tmp_path, 200, {"directory": "elsewhere/below"})
+    (folder / record_file("outputs", "checkpoint-200")).unlink()
+    keep(tmp_path, 200, saved_at=2.0, directory="elsewhere/below")
     expected -= {watched / "checkpoint-100", tmp_path / "outputs/checkpoint-200"}
     assert paths.find() == expected | {tmp_path / "elsewhere/below/checkpoint-200"}
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from tests.fakes.fake_store import FakeStore
+from tests.restore.one_output import restore
 from tests.restore.stored_checkpoints import (
     DAMAGE,
     DAMAGED_OBJECT,
@@ -27,7 +28,6 @@ from keepstep_agent.core.policies.restore_choice import Pin, encode_pin
 from keepstep_agent.core.settings.values import RetentionSettings
 from keepstep_agent.core.stored.object_layout import file_key, manifest_key, marker_key, pin_key
 from keepstep_agent.ports import ObjectInfo
-from keepstep_agent.restore.init_step import restore
 from keepstep_api.names import RESUMED
 
 DAY = 24 * 3600.0
@@ -250,7 +250,7 @@ async def test_what_is_resumed_from_and_what_a_recent_pin_names_stay(store: Fake
     infos = {step: await store_checkpoint(store, step) for step in (1, 2, 3, 4)}
     for attempt, step, age in (("new", 1, 0.0), ("old", 3, 2 * DAY)):
         store.now -= age
-        pin = Pin(attempt=attempt, step=step, save=infos[step].save, marker=marker_key(infos[step]))
+        pin = Pin(attempt=attempt, markers=(marker_key(infos[step]),))
         await store.put(pin_key(attempt, 0), encode_pin(pin))
         store.now += age
     await prune(store, RetentionSettings(keep_last=1), now=store.now, resumed_from=infos[2].save)

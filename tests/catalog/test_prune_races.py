@@ -14,6 +14,7 @@ from tests.catalog.turns import Turns, TurnStore
 from tests.core.retention_oracle import must_stay, wanted_by_policies
 from tests.fakes.memory_store import MemoryStore
 from tests.lanes import nightly
+from tests.restore.one_output import restore
 from tests.restore.stored_checkpoints import store_checkpoint
 
 from keepstep_agent.catalog.deep_check import check
@@ -37,7 +38,6 @@ from keepstep_agent.core.stored.object_layout import (
 from keepstep_agent.ports import ObjectInfo
 from keepstep_agent.restore.agreement import Agreement
 from keepstep_agent.restore.candidates import Candidates
-from keepstep_agent.restore.init_step import restore
 
 _DAY = 24 * 3600.0
 _SEEDS_PER_TEST = 10
@@ -92,9 +92,10 @@ class _World:
     def pinned(self) -> set[str]:
         """The markers that pins of the last day name."""
         return {
-            decode_pin(found.body, key).marker
+            marker
             for key, found in self.store.objects.items()
             if key.startswith(RESUME_PREFIX) and found.modified_at >= self.store.now - _DAY
+            for marker in decode_pin(found.body, key).markers
         }
 
 
@@ -143,7 +144,7 @@ class _Restore:
         if taken is None:
             return
         one = taken.committed
-        assert await agreement.begin(Pin(attempt=attempt, step=one.step, save=one.save, marker=one.key))
+        assert await agreement.begin(Pin(attempt=attempt, markers=(one.key,)))
         self._world.restored += 1
 
 

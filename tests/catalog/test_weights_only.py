@@ -10,6 +10,7 @@ import pytest
 from tests.core.listings import why_kept
 from tests.fakes.fake_store import FakeStore
 from tests.fakes.memory_store import MemoryStore
+from tests.restore.one_output import restore
 from tests.restore.stored_checkpoints import store_checkpoint
 
 from keepstep_agent.catalog.deep_check import check
@@ -25,7 +26,7 @@ from keepstep_agent.core.settings.values import Duration, RetentionSettings
 from keepstep_agent.core.stored.object_layout import COMMITS_PREFIX, WEIGHTS_PREFIX, damage_key, file_key, pin_key
 from keepstep_agent.core.stored.weights_marker import decode_weights_marker, encode_weights_marker
 from keepstep_agent.restore.agreement import Agreement
-from keepstep_agent.restore.init_step import Restored, restore
+from keepstep_agent.restore.init_step import Restored
 
 _DAY = 24 * 3600.0
 _KEEP = RetentionSettings(keep_last=2, keep_every_steps=1, weights_only_after=Duration(_DAY))
@@ -332,7 +333,10 @@ async def test_what_a_pin_names_stays_whole_however_old_the_pin_is() -> None:
     store = FakeStore()
     await _fill(store, 2)
     one = (await list_committed(store))[-1]
-    await store.put(pin_key("one", 0), encode_pin(Pin(attempt="one", step=1, save=one.save, marker=one.key)))
+    await store.put(
+        pin_key("one", 0),
+        encode_pin(Pin(attempt="one", markers=(one.key,))),
+    )
     for step in (3, 4, 5):
         store.now += 3 * _DAY
         await store_checkpoint(store, step, ranks=[_files(step)])

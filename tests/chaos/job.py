@@ -153,7 +153,7 @@ class Job:
         answer = command.answer()
         if command.process.returncode or answer is None:
             return False
-        restored = answer["restored"]
+        restored = next(iter(answer["restored"]), None)
         step = restored["step"] if restored else -1
         if step < newest_before:
             evidence = f"step {step} although step {newest_before} was committed: {answer} {command.errors()[-1500:]}"

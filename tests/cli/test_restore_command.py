@@ -23,7 +23,7 @@ def test_restore_reads_its_settings_from_the_environment(moto_bucket: Bucket, tm
         KEEPSTEP_ATTEMPT="job-1",
     )
     assert completed.returncode == 0, completed.stderr
-    restored = answer(completed)["restored"]
+    (restored,) = answer(completed)["restored"]
     assert restored["step"] == 100
     assert "model-0.safetensors" in restored["skipped"][0]
     place = tmp_path / "volume" / "checkpoints" / "checkpoint-100"
@@ -34,7 +34,8 @@ def test_restore_reads_its_settings_from_the_environment(moto_bucket: Bucket, tm
 def test_restore_takes_the_volume_that_a_run_started_there_would_take(bucket: StoreSettings, tmp_path: Path) -> None:
     fill(bucket, 100)
     completed = keepstep("restore", bucket.destination, "--json", directory=tmp_path, KEEPSTEP_VOLUME="")
-    assert answer(completed)["restored"]["path"] == str(tmp_path / "keepstep" / "checkpoints" / "checkpoint-100")
+    (restored,) = answer(completed)["restored"]
+    assert restored["path"] == str(tmp_path / "keepstep" / "checkpoints" / "checkpoint-100")
 
 
 def test_restore_from_an_empty_destination_says_that_the_run_starts_from_nothing(

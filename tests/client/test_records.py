@@ -84,4 +84,4 @@ def test_a_record_that_names_another_directory_is_skipped(tmp_path: Path) -> Non
 
 def test_no_records_directory_is_no_records(tmp_path: Path) -> None:
     assert read_records(tmp_path / "none") == []
-    remove_record(tmp_path, "checkpoint-1")
+    remove_record(tmp_path / "checkpoint-1.json")

@@ -88,14 +88,14 @@ class Job:
 
     def choose(self, rank: int, *, partially: bool = False, own_files: bool = False, needed: Any = None) -> Any:
         """What the rank resumes from, or the error. `own_files`: those with its number in their names."""
-        session, whole = self._session(rank), lambda: self._whole(rank)
         try:
+            resumption = resuming.Resumption(self._session(rank), [""])
             if partially:
-                return resuming.choose_partial(session, whole, [(".metadata", 0, 0)])
+                return resumption.choose_partial([(".metadata", 0, 0)])
             if own_files or needed:
                 own = needed or (lambda files: [one for one in files if str(rank) in one])
-                return resuming.choose_files(session, whole, own)
-            return resuming.choose(session, whole)
+                return resumption.choose_files(own)
+            return resumption.choose()
         except (Exception, SystemExit) as error:
             return error
 
@@ -131,10 +131,15 @@ class Job:
         )
         coordinator = StoreCoordinator(RankStore(self._store, ranks))
         numbers = iter(range(100))
+        local = SimpleNamespace(
+            whole=lambda by_framework: self._whole(rank),
+            place=lambda record: self.folder / record.name,
+            folder=self.folder.joinpath,
+        )
         return _Session(
             is_told_to_end=lambda: self.told_to_end or (rank in self.ends_in and self._pod(rank).was_asked),
             settings=SimpleNamespace(lazy=True, volume=self.folder),
-            context=lambda: SimpleNamespace(coordinator=coordinator, leads_pod=ranks.leads_pod),
+            context=lambda: SimpleNamespace(coordinator=coordinator, leads_pod=ranks.leads_pod, local=local),
             next_number=lambda: next(numbers),
             holds_whole_job=len(self.pods) == 1,
             agent=Agent(self.folder / f"{rank // self._per_pod}.sock", ranks=ranks, holds_liveness_lock=True),

@@ -11,14 +11,20 @@ from keepstep.settings import Settings, read_settings
 
 def test_the_volume_alone_gives_every_place() -> None:
     assert read_settings({"KEEPSTEP_VOLUME": "/v"}) == Settings(
-        volume=Path("/v"), checkpoint_directory=Path("/v/checkpoints"), socket=Path("/v/.keepstep/agent.sock")
+        volume=Path("/v"),
+        checkpoint_directory=Path("/v/checkpoints"),
+        run_directory=Path("/v/checkpoints"),
+        socket=Path("/v/.keepstep/agent.sock"),
     )
 
 
 def test_the_environment_can_move_each_place() -> None:
     environment = {"KEEPSTEP_VOLUME": "/v", "KEEPSTEP_CHECKPOINT_DIRECTORY": "/v/out", "KEEPSTEP_SOCKET": "/run/a.sock"}
     assert read_settings(environment) == Settings(
-        volume=Path("/v"), checkpoint_directory=Path("/v/out"), socket=Path("/run/a.sock")
+        volume=Path("/v"),
+        checkpoint_directory=Path("/v/out"),
+        run_directory=Path("/v/out"),
+        socket=Path("/run/a.sock"),
     )
 
 

@@ -25,6 +25,7 @@ class Volume:
         self.local = LocalCheckpoints(
             volume=root,
             directory=root / "checkpoints",
+            run_directory=root / "checkpoints",
             records=root / ".keepstep" / "records",
             saving=root / ".keepstep" / "saving",
             nonce="nonce",

@@ -74,9 +74,13 @@ def test_what_is_no_manifest_s_key_is_none(name: str) -> None:
     assert parse_manifest_key(info, f"{save_prefix(_info('other'))}.keepstep/manifest-00000-00001.json") is None
 
 
-@given(save=_tokens, step=st.integers(0, STEP))
-def test_a_marker_s_key_tells_step_and_save(save: str, step: int) -> None:
-    assert parse_marker_key(marker_key(_info(save, step))) == (step, save)
+@given(save=_tokens, step=st.integers(0, STEP), directory=st.sampled_from(["", ".", "checkpoints/fold 0"]))
+def test_a_marker_s_key_tells_step_and_save_and_output_directory(save: str, step: int, directory: str) -> None:
+    info = replace(_info(save, step), directory=directory)
+    assert parse_marker_key(marker_key(info)) == (step, save, info.output_key)
+    assert bool(info.output_key) == bool(directory)
+    if directory:
+        assert replace(info, directory="elsewhere/version_1", output=directory).output_key == info.output_key
 
 
 @given(steps=st.lists(st.integers(0, 10**12 - 1), min_size=2))

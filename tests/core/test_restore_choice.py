@@ -20,7 +20,7 @@ def committed(step: int, save: str, saved_at: float = 0.0) -> CommittedSave:
 
 
 def pin(one: CommittedSave) -> Pin:
-    return Pin(attempt="a", step=one.step, save=one.save, marker=one.key)
+    return Pin(attempt="a", markers=(one.key,))
 
 
 saves = st.lists(

@@ -32,6 +32,7 @@ from keepstep_agent.runtime.engine.event_codec import UnknownRecordError, decode
 from keepstep_api import signal_file
 
 FROZEN: Final = Path(__file__).parent / "frozen"
+RECORD: Final = "checkpoint-7@762069bc07a6.json"
 JOURNAL: Final = (FROZEN / "journal.jsonl").read_bytes().splitlines(keepends=True)
 
 AGAIN: Final[dict[str, Callable[[bytes], bytes]]] = {
@@ -73,11 +74,11 @@ def test_every_event_of_the_journal_is_frozen() -> None:
 def test_a_frozen_record_is_read_by_client_and_agent_and_written_again(tmp_path: Path) -> None:
     records = tmp_path / ".keepstep" / "records"
     records.mkdir(parents=True)
-    body = (FROZEN / "checkpoint-7.json").read_bytes()
-    (records / "checkpoint-7.json").write_bytes(body)
+    body = (FROZEN / RECORD).read_bytes()
+    (records / RECORD).write_bytes(body)
     (record,) = read_records(records)
     write_record(records, record)
-    assert (records / "checkpoint-7.json").read_bytes() == body
+    assert (records / RECORD).read_bytes() == body
 
     (tmp_path / "out" / "checkpoint-7" / "model").mkdir(parents=True)
     (tmp_path / "out" / "checkpoint-7" / "model" / "weights.pt").write_bytes(bytes(12))
@@ -121,8 +122,8 @@ def test_a_journal_record_of_a_newer_version_is_refused(record: bytes) -> None:
 
 def test_a_record_of_a_newer_version_is_skipped_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "keepstep")
-    body = (FROZEN / "checkpoint-7.json").read_bytes().replace(b'"format": 1', b'"format": 2')
-    (tmp_path / "checkpoint-7.json").write_bytes(body)
+    body = (FROZEN / RECORD).read_bytes().replace(b'"format": 1', b'"format": 2')
+    (tmp_path / RECORD).write_bytes(body)
     assert list(read_records(tmp_path)) == []
     assert "it has format 2" in caplog.text
 

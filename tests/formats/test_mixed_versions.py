@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from tests.formats.test_frozen_formats import newer
 from tests.harness.bounds import HANG_SECONDS
+from tests.restore.one_output import restore
 from tests.restore.stored_checkpoints import store_checkpoint
 
 from keepstep_agent.adapters.open_store import open_store
@@ -19,7 +20,6 @@ from keepstep_agent.core.limits import MARKER_BYTES
 from keepstep_agent.core.policies.restore_choice import Pin, encode_pin
 from keepstep_agent.core.settings.values import RetentionSettings, StoreSettings
 from keepstep_agent.core.stored.object_layout import damage_key, marker_key
-from keepstep_agent.restore.init_step import restore
 
 NEWEST = 200
 

@@ -64,7 +64,8 @@ class BucketView:
     def restore(self, volume: Path) -> Path:
         """`keepstep restore` into a volume; where the checkpoint lies then."""
         answer = json.loads(self._keepstep("restore", "--volume", str(volume), "--json"))
-        return Path(answer["restored"]["path"])
+        (restored,) = answer["restored"]
+        return Path(restored["path"])
 
     def _keepstep(self, command: str, *arguments: str) -> str:
         """Its standard output; AssertionError with its standard error if it fails."""

@@ -15,6 +15,7 @@ from typing import Final
 
 from tests.harness.bounds import HANG_SECONDS
 from tests.hostile.mutations import mutated_bytes, mutated_object, naming
+from tests.restore.one_output import restore
 from tests.restore.stored_checkpoints import store_checkpoint, store_packed_checkpoint
 
 from keepstep.checkpoints.records import read_records
@@ -36,7 +37,7 @@ from keepstep_agent.core.settings.values import RetentionSettings, StoreSettings
 from keepstep_agent.core.stored.manifest import decode_manifest
 from keepstep_agent.core.stored.object_layout import manifest_key, marker_key, pack_key, pin_key
 from keepstep_agent.ports import StoreWriter
-from keepstep_agent.restore.init_step import Restored, restore
+from keepstep_agent.restore.init_step import Restored
 from keepstep_agent.runtime.process.app import SystemClock
 from keepstep_agent.runtime.work.committer import Committer
 from keepstep_api.names import CHECKPOINT_DIRECTORY, RECORDS_DIRECTORY, STATE_DIRECTORY
@@ -86,7 +87,7 @@ class Destination:
             await store_checkpoint(store, _OLDER_STEP, ranks=[self._files[_OLDER_STEP]])
             alone = {"model.bin": self._files[_NEWER_STEP]["model.bin"]}
             newer = await store_packed_checkpoint(store, _NEWER_STEP, alone=alone, packed=packed)
-            pin = Pin(attempt=_ATTEMPT, step=newer.step, save=newer.save, marker=marker_key(newer))
+            pin = Pin(attempt=_ATTEMPT, markers=(marker_key(newer),))
             await store.put(pin_key(_ATTEMPT, 0), encode_pin(pin))
             self._half = await store_checkpoint(store, _HALF_STEP, world_size=2, committed=False)
             key = manifest_key(self._half, 0, 1)

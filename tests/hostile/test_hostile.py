@@ -62,7 +62,7 @@ def _fields_beyond(request: Message) -> set[str]:
 
 
 def test_half_of_the_objects_have_the_checksum_that_their_form_wants() -> None:
-    body = encode_pin(Pin(attempt="job-1", step=7, save="save", marker=".keepstep/commits/999999999992.save.json"))
+    body = encode_pin(Pin(attempt="job-1", markers=(".keepstep/commits/999999999992.save.json",)))
     generator = random.Random(1)
     sealed = 0
     for _ in range(400):

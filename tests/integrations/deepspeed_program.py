@@ -61,7 +61,9 @@ def main() -> None:
     state = {"mine": 0}
     if arguments.load is not None:
         path, loaded = engine.load_checkpoint(
-            str(arguments.load), tag=arguments.tag, load_module_only=arguments.weights_only
+            str(arguments.output if arguments.load == Path("own") else arguments.load),
+            tag=arguments.tag,
+            load_module_only=arguments.weights_only,
         )
         print(f"loaded={None if path is None else Path(path).parent.name}", file=OUTPUT)
         if loaded is not None:

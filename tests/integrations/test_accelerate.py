@@ -70,11 +70,13 @@ def test_what_the_program_has_saved_at_that_very_step_is_not_saved_again(trainer
     assert [step for _, step, _ in trainer.records()] == [2]
 
 
-def test_outside_the_volume_it_saves_and_stops_all_the_same_and_warns_once(trainer: OneProcess, tmp_path: Path) -> None:
+def test_outside_the_volume_only_what_is_saved_just_in_time_is_stored_and_it_warns_once(
+    trainer: OneProcess, tmp_path: Path
+) -> None:
     stopped = trainer.run("--output", tmp_path / "elsewhere", "--told-at", '["4", "forward"]')
     assert stopped.code == JUST_IN_TIME_EXIT_CODE, stopped.errors
-    assert len(list((tmp_path / "elsewhere" / "checkpoints").iterdir())) == 3
-    assert trainer.records() == []
+    assert len(list((tmp_path / "elsewhere" / "checkpoints").iterdir())) == 2
+    assert trainer.records() == [("checkpoint_2", 5, "just-in-time")]
     assert stopped.errors.count("outside the volume") == 1
 
 

@@ -39,9 +39,7 @@ def test_a_notice_in_an_accumulation_is_obeyed_at_its_end_with_the_client_state_
     assert (mine / "at-3").is_dir(), "beside the program's own, by its names"
 
     (mine / "latest").write_text("at-2")
-    resumed = trainer.run(
-        "--output", mine, "--load", tmp_path / "nothing-there", "--told-at", "0", "--save-every", "100"
-    )
+    resumed = trainer.run("--output", mine, "--load", mine, "--told-at", "0", "--save-every", "100")
     # Told before its first step, and it is saved already.
     assert resumed.lines == ["loaded=at-3", "begin step=3 mine=3"]
     assert resumed.code == JUST_IN_TIME_EXIT_CODE, resumed.errors

@@ -56,7 +56,7 @@ def test_pods_read_their_own_shares_and_go_on_bit_identical(
         whole_bytes = first.stored_bytes()
     with job("second", rclone_bucket.destination) as second:
         fault_proxy.log.clear()
-        second.train("--width", WIDTH, "--steps", 4, "--load", "any")
+        second.train("--width", WIDTH, "--steps", 4, "--load", "own")
         read_bytes = [second.read_bytes(pod) for pod in second.pods]
         resumed = [pod.says("loss=") for pod in second.pods]
         begun = [pod.says("begin") for pod in second.pods]

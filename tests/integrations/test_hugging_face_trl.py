@@ -10,8 +10,8 @@ import pytest
 from tests.integrations.conftest import leaving
 
 from keepstep import protect
+from keepstep.framework_run import FrameworkRun
 from keepstep.integrations import ownership
-from keepstep.integrations.hugging_face import protection
 from keepstep_api import names
 
 transformers: Any = pytest.importorskip("transformers")
@@ -149,7 +149,7 @@ def test_trained_by_any_of_them_nothing_is_lost(
 ) -> None:
     monkeypatch.setenv(names.ENV_VOLUME, str(tmp_path / "v"))
     monkeypatch.setattr(ownership, "_outermost", None)
-    monkeypatch.setattr(protection.Protection, "_trained", False)
+    monkeypatch.setattr(FrameworkRun, "_trained", set())
     output = tmp_path / "v" / "checkpoints"
     transformers.set_seed(3)
     expected = make(tmp_path / "undisturbed", [])
@@ -160,7 +160,7 @@ def test_trained_by_any_of_them_nothing_is_lost(
         protect(make(output, [TerminateAt(STOPPED)])).train()
     assert [path.name for path in output.glob("checkpoint-*")] == [f"checkpoint-{STOPPED}"]
 
-    monkeypatch.setattr(protection.Protection, "_trained", False)
+    monkeypatch.setattr(FrameworkRun, "_trained", set())
     transformers.set_seed(3)
     resumed = protect(make(output, []))
     resumed.train()

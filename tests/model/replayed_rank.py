@@ -155,7 +155,7 @@ class _Restores:
     def __init__(self, replay: _Replay) -> None:
         self._replay = replay
 
-    def newest(self, on_wait: Callable[[str], object]) -> Sequence[Save]:
+    def newest(self, on_wait: Callable[[str], object], output_key: str | None) -> Sequence[Save]:
         return list(self._ask(on_wait, Asked.NEWEST))
 
     def fetch(self, save: str, wanted: object, on_wait: Callable[[str], object]) -> Path:
@@ -173,12 +173,14 @@ class _Restores:
 
 
 class _Session:
-    def __init__(self, ranks: Ranks, replay: _Replay) -> None:
+    def __init__(self, ranks: Ranks, own: Sequence[Record], replay: _Replay) -> None:
         self.settings = SimpleNamespace(lazy=True)
         self.agent = SimpleNamespace(restores=lambda: _Restores(replay))
         self.holds_whole_job = ranks.local_world_size == ranks.world_size
         self._context = SimpleNamespace(
-            coordinator=coordinator.StoreCoordinator(_Store(ranks, replay)), leads_pod=ranks.leads_pod
+            coordinator=coordinator.StoreCoordinator(_Store(ranks, replay)),
+            leads_pod=ranks.leads_pod,
+            local=SimpleNamespace(whole=lambda by_framework: own),
         )
         self._replay = replay
         self._number = 0
@@ -205,9 +207,9 @@ class ReplayedRank:
     def after(self, answers: Sequence[Answer]) -> Question | End:
         """Return what the rank asks next, or its end."""
         replay = _Replay(answers)
-        session = cast(Session, _Session(self.ranks, replay))
+        session = cast(Session, _Session(self.ranks, self.own, replay))
         try:
-            chosen = resuming._choose_any(session, lambda: self.own, resuming._bring_all)
+            chosen = resuming.Resumption(session, None)._choose_any(resuming._bring_all)
         except _Unanswered as unanswered:
             return unanswered.question
         except SystemExit:

@@ -29,7 +29,7 @@ class Pod:
         return await self.fetches.fetch(info.save, ranges, whole=not ranges, wait_seconds=HANG_SECONDS)
 
     async def offered(self) -> list[int]:
-        found = await self.fetches.restorable(HANG_SECONDS)
+        found = await self.fetches.restorable(None, HANG_SECONDS)
         assert found.committed is not None
         return [one.step for one in found.committed]
 

@@ -4,8 +4,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+from tests.restore.one_output import restore
+
 from keepstep_agent.ports import StoreWriter
-from keepstep_agent.restore.init_step import Restored, restore
+from keepstep_agent.restore.init_step import Restored
 
 
 async def run(store: StoreWriter, volume: Path, **options: Any) -> Restored | None:

@@ -41,6 +41,8 @@ async def store_checkpoint(
     world_size: int = 1,
     committed: bool = True,
     name: str = "",
+    directory: str = "",
+    output: str = "",
     kind: Kind = Kind.PERIODIC,
     single_file: bool = False,
     part_sizes_bytes: Mapping[int, int] | None = None,
@@ -56,6 +58,8 @@ async def store_checkpoint(
         step=step,
         kind=kind,
         world_size=len(ranks),
+        directory=directory,
+        output=output,
     )
     manifests = []
     for rank, files in enumerate(ranks):

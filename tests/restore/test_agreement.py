@@ -7,13 +7,14 @@ from pathlib import Path
 import pytest
 from tests.fakes.fake_store import FakeStore
 from tests.harness.bounds import HANG_SECONDS
+from tests.restore.one_output import restore
 from tests.restore.stored_checkpoints import DAMAGE, all_files, flip_byte, store_checkpoint
 
 from keepstep_agent.core.errors import ErrorKind, RequestError, StoreError
 from keepstep_agent.core.policies.restore_choice import Pin, decode_pin, encode_pin
-from keepstep_agent.core.stored.object_layout import file_key, marker_key, pin_key
+from keepstep_agent.core.stored.object_layout import file_key, marker_key, parse_marker_key, pin_key
 from keepstep_agent.ports import ObjectInfo, ObjectStore
-from keepstep_agent.restore.init_step import Restored, restore
+from keepstep_agent.restore.init_step import Restored
 
 
 async def pod(
@@ -57,7 +58,7 @@ def step_of(restored: Restored | None) -> int | None:
 async def test_the_first_choice_is_written_down_and_later_pods_follow_it(any_store: FakeStore, tmp_path: Path) -> None:
     info = await store_checkpoint(any_store, 100)
     assert step_of(await pod(any_store, tmp_path, 0)) == 100
-    assert await pinned(any_store) == Pin(attempt="job-1", step=100, save=info.save, marker=marker_key(info))
+    assert await pinned(any_store) == Pin(attempt="job-1", markers=(marker_key(info),))
     await store_checkpoint(any_store, 200)
     assert step_of(await pod(any_store, tmp_path, 1)) == 100
 
@@ -110,7 +111,7 @@ class _CommitsWhileListing(FakeStore):
         if not self._raced:
             self._raced = True
             key = next(key for key in self.objects if key.startswith(".keepstep/commits/"))
-            pin = Pin(attempt="job-1", step=100, save="0123abcd-000100", marker=key)
+            pin = Pin(attempt="job-1", markers=(key,))
             await self.put(pin_key("job-1", 0), encode_pin(pin))
             await store_checkpoint(self, 200)
         async for one in super().list(prefix):
@@ -121,7 +122,7 @@ async def test_a_lost_answer_to_the_pin_is_settled_by_reading_it_back(store: Fak
     await store_checkpoint(store, 100)
     store.fail("put", ErrorKind.TIMED_OUT, after_acting=True)
     assert step_of(await pod(store, tmp_path, 0)) == 100
-    assert (await pinned(store)).step == 100
+    assert steps_of(await pinned(store)) == [100]
 
 
 async def test_a_pin_that_cannot_be_written_is_an_error(store: FakeStore, tmp_path: Path) -> None:
@@ -281,11 +282,21 @@ async def test_pods_agree_on_real_stores(real_store: ObjectStore, tmp_path: Path
     async with asyncio.timeout(HANG_SECONDS):
         restored = await asyncio.gather(*(pod(real_store, tmp_path, rank) for rank in range(2)))
     assert [step_of(one) for one in restored] == [100, 100]
-    assert (await pinned(real_store)).step == 100
+    assert steps_of(await pinned(real_store)) == [100]
     files = (tmp_path / "pod-1" / "checkpoints" / "checkpoint-100").rglob("*")
     assert {path.name for path in files if path.is_file()} == {Path(path).name for path in all_files(100)}
 
 
+_OTHER = ".keepstep/commits/999999999998.t@0123456789ab.json"
+
+
+def steps_of(pin: Pin) -> list[int]:
+    return [found[0] for marker in pin.markers if (found := parse_marker_key(marker))]
+
+
 def test_a_pin_survives_its_encoding() -> None:
-    for pin in (Pin(attempt="a"), Pin(attempt="a", step=3, save="s", marker=".keepstep/commits/999999999996.s.json")):
+    for pin in (
+        Pin(attempt="a"),
+        Pin(attempt="a", markers=(".keepstep/commits/999999999996.s.json", _OTHER)),
+    ):
         assert decode_pin(encode_pin(pin), "key") == pin

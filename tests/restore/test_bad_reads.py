@@ -8,6 +8,7 @@ import pytest
 from aiobotocore.session import AioSession
 from tests.fakes.fake_store import FakeStore
 from tests.harness.flipping_store import FlippingStore
+from tests.restore.one_output import restore
 from tests.restore.stored_checkpoints import flip_byte, store_checkpoint
 from tests.servers.fault_proxy import FaultProxy
 from tests.servers.server import Bucket
@@ -23,7 +24,6 @@ from keepstep_agent.core.agent.work import Operation, WorkId
 from keepstep_agent.core.errors import StoreError
 from keepstep_agent.core.stored.manifest import decode_manifest
 from keepstep_agent.core.stored.object_layout import damage_key, file_key, manifest_key, marker_key
-from keepstep_agent.restore.init_step import restore
 from keepstep_agent.runtime.process.app import SystemClock
 from keepstep_agent.runtime.work.committer import Committer
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from tests.fakes.fake_store import FakeStore
 from tests.harness.bounds import HANG_SECONDS
+from tests.restore.one_output import restore
 from tests.restore.stored_checkpoints import flip_byte, store_checkpoint
 from tests.servers.fault_proxy import FaultProxy
 from tests.servers.faults import Fault, Rule
@@ -21,7 +22,7 @@ from keepstep_agent.adapters.open_store import open_store
 from keepstep_agent.core.errors import ErrorKind, StoreError
 from keepstep_agent.core.model import SaveInfo
 from keepstep_agent.core.stored.object_layout import damage_key, file_key, manifest_key, marker_key, save_prefix
-from keepstep_agent.restore.init_step import Restored, restore
+from keepstep_agent.restore.init_step import Restored
 
 _NO_SUCH_KEY = b"<Error><Code>NoSuchKey</Code><Message>The specified key does not exist.</Message></Error>"
 

@@ -53,9 +53,9 @@ async def test_a_store_that_fails_for_a_while_only_takes_longer(store: FakeStore
 async def test_a_store_that_does_not_answer_is_no_empty_destination(store: FakeStore, volume: Path) -> None:
     store.fail("list", ErrorKind.UNREACHABLE, times=1000)
     async with pod(store, volume) as one:
-        found = await one.fetches.restorable(0.0)
+        found = await one.fetches.restorable(None, 0.0)
         assert found.committed is None
-        found = await one.fetches.restorable(0.1)
+        found = await one.fetches.restorable(None, 0.1)
     assert found.committed is None
     assert "fails because a test wants it to" in found.storage_error
 

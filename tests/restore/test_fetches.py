@@ -10,6 +10,7 @@ import pytest
 from tests.fakes.fake_store import FakeStore
 from tests.harness.bounds import HANG_SECONDS
 from tests.restore.fetching_pod import announced, fetched, on_disk, pod, until
+from tests.restore.one_output import restore
 from tests.restore.stored_checkpoints import (
     PART_BYTES,
     all_files,
@@ -24,7 +25,6 @@ from keepstep_agent.core.errors import ErrorKind, StoreError
 from keepstep_agent.core.model import SaveInfo
 from keepstep_agent.ports import ObjectStore
 from keepstep_agent.restore import partial_copy
-from keepstep_agent.restore.init_step import restore
 from keepstep_agent.restore.partial_copy import FileRange
 from keepstep_api.names import RESUMED
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 from tests.fakes.fake_store import FakeStore
+from tests.restore.one_output import restore
 from tests.restore.stored_checkpoints import PART_BYTES, flip_byte, store_checkpoint
 
 from keepstep_agent.adapters.checksum import crc64nvme, joined_crc64nvme
 from keepstep_agent.core.stored.object_layout import file_key
-from keepstep_agent.restore.init_step import restore
 
 PARTS = 64
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from tests.fakes.fake_store import FakeStore
 from tests.harness.forged_checkpoint import of_nothing, of_parts, store_forged
+from tests.restore.one_output import restore
 from tests.restore.stored_checkpoints import store_checkpoint
 
 from keepstep_agent.catalog import reading
@@ -22,7 +23,7 @@ from keepstep_agent.core.model import FileEntry
 from keepstep_agent.core.settings.values import RetentionSettings
 from keepstep_agent.core.stored.manifest import decode_manifest, encode_marker, needed_bytes
 from keepstep_agent.core.stored.object_layout import DAMAGED_PREFIX, manifest_key
-from keepstep_agent.restore.init_step import Restored, restore
+from keepstep_agent.restore.init_step import Restored
 from keepstep_agent.runtime.process.app import SystemClock
 from keepstep_agent.runtime.work import committer
 

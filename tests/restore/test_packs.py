@@ -12,6 +12,7 @@ import pytest
 from tests.fakes.fake_store import FakeStore
 from tests.harness.bounds import HANG_SECONDS
 from tests.restore import stored_checkpoints
+from tests.restore.one_output import restore
 from tests.restore.restored_volume import content
 from tests.restore.stored_checkpoints import flip_byte, rank_files, store_packed_checkpoint, truncate
 
@@ -25,7 +26,7 @@ from keepstep_agent.core.model import SaveInfo
 from keepstep_agent.core.settings.values import RetentionSettings
 from keepstep_agent.core.stored.object_layout import manifest_key, marker_key, pack_key
 from keepstep_agent.ports import ObjectStore
-from keepstep_agent.restore.init_step import Restored, restore
+from keepstep_agent.restore.init_step import Restored
 
 
 def small_files(step: int) -> dict[str, bytes]:

@@ -170,7 +170,7 @@ import asyncio, sys, time
 from pathlib import Path
 from keepstep_agent.adapters.open_store import open_store
 from keepstep_agent.core.settings.values import StoreSettings
-from keepstep_agent.restore.init_step import restore
+from tests.restore.one_output import restore
 
 def hang_midway(name, done_bytes, total_bytes):
     if done_bytes > total_bytes // 2:

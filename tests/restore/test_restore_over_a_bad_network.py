@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from tests.harness.bounds import HANG_SECONDS
+from tests.restore.one_output import restore
 from tests.restore.restored_volume import content
 from tests.restore.stored_checkpoints import all_files, store_checkpoint
 from tests.servers.fault_proxy import FaultProxy
@@ -16,7 +17,7 @@ from keepstep_agent.adapters.open_store import open_store
 from keepstep_agent.adapters.retrying_store import RetryingStore, RetryPolicy
 from keepstep_agent.core.errors import ErrorKind, StoreError
 from keepstep_agent.core.settings.values import StoreSettings
-from keepstep_agent.restore.init_step import Restored, restore
+from keepstep_agent.restore.init_step import Restored
 
 NOT_FOUND_PAGE = b"<html><head><title>404 Not Found</title></head><body><center>nginx</center></body></html>"
 PATIENCE = RetryPolicy(attempts=4, first_wait_seconds=0.05)

@@ -94,7 +94,7 @@ async def test_a_strange_file_with_the_name_of_a_restored_one_is_kept_beside_it_
 
 
 async def test_a_record_of_another_directory_names_nothing_here(store: FakeStore, volume: Path) -> None:
-    """A framework may use the same name in a folder of its own."""
+    """A trainer can write records."""
     place = write_old(volume, strange={})
     path = volume / ".keepstep" / "records" / "checkpoint-5.json"
     path.write_text(path.read_text().replace('"format"', '"directory": "outputs", "format"', 1))

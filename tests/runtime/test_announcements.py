@@ -36,6 +36,7 @@ async def test_a_rank_whose_save_failed_and_was_announced_again_by_another_is_to
             engine=engine,
             clock=clock,
             volume=tmp_path,
+            checkpoint_directory=tmp_path / "checkpoints",
             staging=LocalStagingArea(tmp_path),
             workers=executor,
         )
@@ -87,7 +88,12 @@ class _Agent:
         self.staging = LocalStagingArea(volume)
         self.engine = Engine(state=Play().state, journal=FakeJournal(), clock=self.clock, executor=executor)
         self.announcements = Announcements(
-            engine=self.engine, clock=self.clock, volume=volume, staging=self.staging, workers=executor
+            engine=self.engine,
+            clock=self.clock,
+            volume=volume,
+            checkpoint_directory=volume / "checkpoints",
+            staging=self.staging,
+            workers=executor,
         )
 
     async def stage(self) -> None:

@@ -106,6 +106,7 @@ async def test_an_announcement_is_not_acknowledged_from_memory_alone(tmp_path: P
                 engine=agent.engine,
                 clock=agent.clock,
                 volume=tmp_path,
+                checkpoint_directory=tmp_path / "checkpoints",
                 staging=LocalStagingArea(tmp_path),
                 workers=executor,
             )

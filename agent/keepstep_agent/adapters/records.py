@@ -37,7 +37,7 @@ from keepstep_agent.core.limits import (
 from keepstep_agent.core.model import Kind
 from keepstep_agent.core.stored.object_layout import check_token
 from keepstep_api.names import RECORDS_DIRECTORY, STATE_DIRECTORY
-from keepstep_api.records import SUFFIX
+from keepstep_api.records import SUFFIX, record_file
 
 
 class _Saved(msgspec.Struct):
@@ -58,20 +58,22 @@ def recorded_save(volume: Path, path: str) -> str:
 class _Named(msgspec.Struct, frozen=True):
     """The part of a record that tells its files. That of a restored checkpoint has the files of all ranks."""
 
+    name: NameText
     files: tuple["_File", ...]
-    directory: str | None = None
+    directory: PathText = ""
 
 
-def recorded_files(root: Folder, path: str, directory: str) -> tuple[str, ...]:
-    """Return the files that the record at `path` names, if it is of a checkpoint in `directory`; else none.
+def recorded_files(root: Folder, path: str, name: str) -> tuple[str, ...]:
+    """Return the files that the record at `path` below the volume names; none if it is not the record called `name`.
 
-    Both are below `root`, which is the volume. The files are relative to the checkpoint; nothing else is known of them.
+    They are relative to the checkpoint; nothing else is known of them.
     """
     try:
         record = msgspec.json.decode(root.read(path, RECORD_BYTES), type=_Named)
     except (OSError, ValueError, RecursionError):
         return ()
-    return tuple(file.path for file in record.files) if record.directory in {None, directory} else ()
+    is_named = record_file(record.directory, record.name) == name
+    return tuple(file.path for file in record.files) if is_named else ()
 
 
 _FOLDER: Final = f"{STATE_DIRECTORY}/{RECORDS_DIRECTORY}"
@@ -92,7 +94,8 @@ class _Head(msgspec.Struct, frozen=True, kw_only=True):
     saved_at: Moment
     committed: bool = False
     announced: bool = False
-    directory: PathText | None = None
+    directory: PathText = ""
+    output: PathText = ""
     ranks: Annotated[tuple[Rank, ...], Meta(max_length=LOCAL_RANKS)] = ()
 
 
@@ -114,6 +117,9 @@ class RecordedCheckpoint:
     """What a record says.
 
     Attributes:
+        record: The record's own name.
+        directory: Where the checkpoint lies, as the record calls it.
+        output: The output directory that it belongs to, if that is another one.
         handed_over: The checkpoint came from the destination, or an agent had it.
         recorded_ns: The record's mtime, by the clock that also stamps the checkpoint's files.
         ranks: The ranks whose share of the checkpoint is here; empty if the record does not say.
@@ -123,6 +129,9 @@ class RecordedCheckpoint:
     """
 
     path: Path
+    record: str
+    directory: str
+    output: str
     step: int
     save: str
     kind: Kind
@@ -135,9 +144,13 @@ class RecordedCheckpoint:
     others: tuple[str, ...] = ()
     signature: str = ""
 
+    @property
+    def belongs_to(self) -> str:
+        return self.output or self.directory
+
 
 def unannounced(volume: Path, checkpoint_directory: Path, *, known: Collection[str]) -> Sequence[RecordedCheckpoint]:
-    """Return the checkpoints saved after the last one that an agent had, the oldest first. Blocks.
+    """Return those saved after the last one of their output directory that an agent had, the oldest first. Blocks.
 
     `known` are save ids that an agent had. A record is written when its checkpoint is complete and on disk, so matching
     sizes and times are proof enough. Older checkpoints were superseded.
@@ -146,9 +159,11 @@ def unannounced(volume: Path, checkpoint_directory: Path, *, known: Collection[s
         with open_volume(volume) as root, root.folder(_FOLDER) as folder:
             found = list(_read_newest(folder, volume, checkpoint_directory))
             found.sort(key=lambda one: (one.saved_at, one.step))
-            handed_over = (position for position, one in enumerate(found) if one.handed_over or one.save in known)
-            last = max(handed_over, default=-1)
-            return _whole(root, folder, volume, found[last + 1 :])
+            last = {
+                one.belongs_to: position for position, one in enumerate(found) if one.handed_over or one.save in known
+            }
+            newer = [one for position, one in enumerate(found) if position > last.get(one.belongs_to, -1)]
+            return _whole(root, folder, volume, newer)
     except OSError:
         return []
 
@@ -195,6 +210,7 @@ class RecordedPaths:
         except FileNotFoundError:
             raise
         except _UNREADABLE:
+            # Of one in another directory, only the record itself says where.
             return self._checkpoint_directory / name.removesuffix(SUFFIX)
 
 
@@ -232,13 +248,15 @@ def _read(folder: Folder, name: str, volume: Path, checkpoint_directory: Path) -
         check_token(head.save, "save id")
     except RequestError as error:
         raise ValueError(str(error)) from error
-    if name != f"{head.name}{SUFFIX}":
-        raise ValueError(f"it names {head.name!r}")
+    if name != record_file(head.directory, head.name):
+        raise ValueError(f"it names {head.name!r} in {head.directory or 'the checkpoint directory'}")
     if max(head.ranks, default=0) >= head.world_size:
         raise ValueError(f"it lists rank {max(head.ranks)}, but world_size is {head.world_size}")
     return RecordedCheckpoint(
-        # `head.directory` is where a framework wrote it, relative to the volume.
-        path=(checkpoint_directory if head.directory is None else volume / head.directory) / head.name,
+        path=(volume / head.directory if head.directory else checkpoint_directory) / head.name,
+        record=name,
+        directory=head.directory,
+        output=head.output,
         step=head.step,
         save=head.save,
         kind=head.kind,
@@ -266,7 +284,7 @@ def _whole(root: Folder, folder: Folder, volume: Path, found: Sequence[RecordedC
     whole: list[RecordedCheckpoint] = []
     left = FILES_PER_RANK
     for recorded in reversed(found):
-        name = f"{recorded.path.name}{SUFFIX}"
+        name = recorded.record
         try:
             listed = _decode(folder, name, _Files)
         except FileNotFoundError:

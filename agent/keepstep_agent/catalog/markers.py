@@ -10,7 +10,7 @@ from keepstep_agent.core.errors import ErrorKind, StoreError, checkpoint_corrupt
 from keepstep_agent.core.limits import MARKER_BYTES
 from keepstep_agent.core.model import CommitMarker
 from keepstep_agent.core.policies.restore_choice import CommittedSave, newest_first
-from keepstep_agent.core.policies.retention.horizon import by_series
+from keepstep_agent.core.policies.retention.horizon import by_line
 from keepstep_agent.core.stored.manifest import decode_marker
 from keepstep_agent.core.stored.object_layout import (
     COMMITS_PREFIX,
@@ -123,18 +123,24 @@ async def list_weights_alone(
 
 async def list_snapshots(store: StoreReader) -> dict[str, tuple[CommittedSave, ...]]:
     """Return the committed snapshots of every series, newest first. Reads only markers that share a number."""
-    groups = by_series([one async for listed in store.list(SNAPSHOTS_PREFIX) if (one := committed_save(listed))])
+    groups = by_line([one async for listed in store.list(SNAPSHOTS_PREFIX) if (one := committed_save(listed))])
     # `node-2` before `node-10`.
-    ordered = sorted(groups, key=lambda series: (len(series), series))
-    return {series: await in_order(store, groups[series]) for series in ordered}
+    ordered = sorted(groups, key=lambda line: (len(line[0]), line))
+    return {line[0]: await in_order(store, groups[line]) for line in ordered}
 
 
 async def in_order(store: StoreReader, committed: Iterable[CommittedSave]) -> tuple[CommittedSave, ...]:
-    """Sort announced checkpoints, or the snapshots of one series, newest first. Reads markers that share a step."""
+    """Sort announced checkpoints, or the snapshots of one series, newest first.
+
+    Reads markers that share a step in one output directory.
+    """
     found = tuple(committed)
-    per_step = Counter(one.step for one in found)
+    shared = Counter((one.output_key, one.step) for one in found)
     return newest_first(
-        [one if per_step[one.step] == 1 else replace(one, saved_at=await saved_at(store, one)) for one in found]
+        [
+            one if shared[one.output_key, one.step] == 1 else replace(one, saved_at=await saved_at(store, one))
+            for one in found
+        ]
     )
 
 
@@ -171,7 +177,10 @@ async def has_marker(store: StoreReader, committed: CommittedSave) -> bool:
 def committed_save(marker: ObjectInfo) -> CommittedSave | None:
     """Return what the key of a listed marker says; None for any other object."""
     if parsed := parse_marker_key(marker.key):
-        return CommittedSave(key=marker.key, step=parsed[0], save=parsed[1], modified_at=marker.modified_at)
+        step, save, output_key = parsed
+        return CommittedSave(
+            key=marker.key, step=step, save=save, output_key=output_key, modified_at=marker.modified_at
+        )
     if snapshot := parse_snapshot_key(marker.key):
         return CommittedSave(
             key=marker.key,
@@ -189,8 +198,15 @@ def weights_only_save(marker: ObjectInfo) -> CommittedSave | None:
     `modified_at` is then when that marker was written, and not when the save was committed.
     """
     if parsed := parse_weights_key(marker.key):
-        step, save = parsed
-        return CommittedSave(key=marker.key, step=step, save=save, modified_at=marker.modified_at, weights_only=True)
+        step, save, output_key = parsed
+        return CommittedSave(
+            key=marker.key,
+            step=step,
+            save=save,
+            output_key=output_key,
+            modified_at=marker.modified_at,
+            weights_only=True,
+        )
     return None
 
 

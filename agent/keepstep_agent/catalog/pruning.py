@@ -24,7 +24,7 @@ from keepstep_agent.core.limits import PIN_BYTES
 from keepstep_agent.core.model import Kind
 from keepstep_agent.core.policies.restore_choice import CommittedSave, decode_pin
 from keepstep_agent.core.policies.retention.deletions import Deletion, PrunePlan
-from keepstep_agent.core.policies.retention.horizon import Horizon, by_series, horizon_of, skipped
+from keepstep_agent.core.policies.retention.horizon import Horizon, by_line, horizon_of, skipped
 from keepstep_agent.core.policies.retention.verdict import FINAL, may_abort_upload, plan_prune, without_finals
 from keepstep_agent.core.policies.retention.weights_only import Reduction, plan_reductions
 from keepstep_agent.core.settings.values import RetentionSettings
@@ -85,14 +85,14 @@ async def prune(
     horizon = horizon_of(listed, settings)
     announced = await in_order(store, listed)
     listing = await list_all(store)
-    snapshots = by_series(one for one in listing.committed if one.series)
+    snapshots = by_line(one for one in listing.committed if one.series)
     committed = (*announced, *[one for found in snapshots.values() for one in await in_order(store, found)])
     judged = {one.save for one in committed}
     suspects = listing.damaged | skipped(committed)
     there = {one.key for one in listing.committed}
     weights_only = await read_weights_only(store, listing)
     validated: set[str] = set()
-    for series, found in by_series(committed).items():
+    for (series, _), found in by_line(committed).items():
         # Fewer than that are all kept anyway.
         if len(found) + (0 if series else len(weights_only.saves)) > settings.keep_last:
             good = [one for one in found if one.save not in suspects]
@@ -230,7 +230,7 @@ async def pinned(store: StoreReader, pins: Iterable[ObjectInfo], since: float) -
             continue
         pin = await if_there(read_object(store, one.key, decode_pin, limit_bytes=PIN_BYTES))
         # If the pin was removed after the listing, no attempt resumes by it.
-        saves |= {pin.save} if pin else set()
+        saves |= set(pin.saves) if pin else set()
     return saves
 
 

@@ -21,7 +21,7 @@ from keepstep_agent.core.errors import ErrorKind, StoreError
 from keepstep_agent.core.model import Kind
 from keepstep_agent.core.policies.restore_choice import CommittedSave
 from keepstep_agent.core.policies.retention.deletions import PrunePlan, StoredSave
-from keepstep_agent.core.policies.retention.horizon import Horizon, by_series
+from keepstep_agent.core.policies.retention.horizon import Horizon, by_line
 from keepstep_agent.core.policies.retention.verdict import FINAL, plan_prune, without_finals
 from keepstep_agent.core.settings.values import RetentionSettings
 from keepstep_agent.core.stored.object_layout import (
@@ -50,9 +50,7 @@ async def prune_recent(
     other arguments are those of `prune`.
     """
     committed = [
-        one
-        for found in by_series(await _listed(store, horizon, series)).values()
-        for one in await in_order(store, found)
+        one for found in by_line(await _listed(store, horizon, series)).values() for one in await in_order(store, found)
     ]
     judged = {one.save for one in committed}
     if not judged.issuperset(known):
@@ -66,7 +64,7 @@ async def prune_recent(
         return PruneReport(plan=most, horizon=horizon)
     concerned = {one.name for one in most.deletions}
     validated: set[str] = set()
-    for name, found in by_series(good).items():
+    for (name, _), found in by_line(good).items():
         if name in concerned:
             validated |= await validate(store, found, enough=settings.keep_last)
     pins = [one async for one in store.list(RESUME_PREFIX)]

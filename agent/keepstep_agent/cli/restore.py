@@ -49,12 +49,12 @@ from keepstep_api.names import LAZY, OFF
 )
 @as_json_option
 def restore(settings: Settings, autoload_to: Path | None, as_json: bool) -> None:
-    """Fetch the newest checkpoint at DEST that is intact.
+    """Fetch the newest checkpoints at DEST that are intact.
 
-    Then, for programs that do not announce checkpoints, the files of the newest snapshots go back to the directories
-    of --watch, unless these have files of this run. Skips what is damaged and says so. It is no error if DEST has
-    nothing: the run then starts from step 0. With --restore lazy only the volume and DEST are checked: the agent brings
-    what the program asks for.
+    That is one for each output directory of the run, put back where it was saved. Then, for programs that do not
+    announce checkpoints, the files of the newest snapshots go back to the directories of --watch, unless these have
+    files of this run. Skips what is damaged and says so. It is no error if DEST has nothing: the run then starts from
+    step 0. With --restore lazy only the volume and DEST are checked: the agent brings what the program asks for.
     """
     if autoload_to:
         with errors_reported():
@@ -64,19 +64,20 @@ def restore(settings: Settings, autoload_to: Path | None, as_json: bool) -> None
         return
     restored, snapshots = run_work(settings, _restore(settings))
     if as_json:
-        value = {**asdict(restored), "path": str(restored.path)} if restored else None
+        value = [{**asdict(one), "path": str(one.path)} for one in restored]
         destination = settings.store.destination
         print_json({"destination": destination, "restored": value, "snapshot": _as_json(snapshots)})
         return
     if settings.restore == LAZY:
         click.echo(f"the agent brings what the program asks for from {settings.store.destination}")
-    elif restored is None and snapshots is None:
+    elif not restored and snapshots is None:
         click.echo(f"nothing to restore from {settings.store.destination}: the run starts from step 0")
-    if restored is not None:
-        for reason in restored.skipped:
+    for one in restored:
+        for reason in one.skipped:
             click.echo(f"warning: skipped: {printable(reason)}", err=True)
-        how = "restored to" if restored.downloaded else "is already here:"
-        click.echo(f"{restored.name} (step {restored.step}, {amount(restored.size_bytes)}) {how} {restored.path}")
+        how = "restored to" if one.downloaded else "is already here:"
+        place = printable(str(one.path))
+        click.echo(f"{one.name} (step {one.step}, {amount(one.size_bytes)}) {how} {place}")
     if snapshots is not None:
         _show_snapshots(snapshots, series_of(settings.node_rank))
 
@@ -118,7 +119,7 @@ def _as_json(snapshots: RestoredSnapshots | None) -> dict[str, object] | None:
     }
 
 
-async def _restore(settings: Settings) -> tuple[init_step.Restored | None, RestoredSnapshots | None]:
+async def _restore(settings: Settings) -> tuple[tuple[init_step.Restored, ...], RestoredSnapshots | None]:
     volume, directory = Path(settings.volume), Path(settings.checkpoint_directory)
     began_at = time.time()
     async with opened(settings.store) as store:
@@ -127,7 +128,7 @@ async def _restore(settings: Settings) -> tuple[init_step.Restored | None, Resto
         await asyncio.to_thread(make_shared_folders, volume, directory)
         await asyncio.to_thread(identity.claim, volume, settings.store.destination)
         with progress_line() as advance:
-            restored = None
+            restored: tuple[init_step.Restored, ...] = ()
             if settings.restore != LAZY:
                 restored = await init_step.restore(
                     store,
@@ -151,7 +152,7 @@ async def _restore(settings: Settings) -> tuple[init_step.Restored | None, Resto
                 size_limit_bytes=settings.disk.size_limit_bytes,
                 on_progress=advance,
             )
-    record = _start_record(settings, began_at, restored, snapshots)
+    record = _start_record(settings, began_at, restored[0] if restored else None, snapshots)
     await asyncio.to_thread(write_start_record, record, volume, Path(settings.state_directory))
     return restored, snapshots
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import secrets
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,7 @@ def run(wants_autoload: bool, command: tuple[str, ...], **options: Any) -> None:
             names.ENV_GRPC_FORK_HANDLERS: "0",
             **os.environ,
             **environment_of(settings),
+            names.ENV_START: secrets.token_hex(8),
         }
         # That of a run around this one.
         environment.pop(names.ENV_RESUME, None)

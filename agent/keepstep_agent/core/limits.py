@@ -40,7 +40,7 @@ MARKER_BYTES: Final = 8 * 1024**2
 MANIFEST_BYTES: Final = 16 * 1024**2
 MANIFESTS_BYTES: Final = 64 * 1024**2
 """All manifests of a save together, if there is enough memory: `core.stored.manifest` says how much."""
-PIN_BYTES: Final = 64 * 1024
+PIN_BYTES: Final = 256 * 1024
 RECORD_BYTES: Final = 128 * 1024**2
 """A journal record, or the record that restore leaves on the volume."""
 LEDGER_BYTES: Final = 4 * 1024**2
@@ -61,6 +61,8 @@ ANNOUNCEMENT_CHARACTERS: Final = 8 * 1024**2
 """An announcement in a staged descriptor. As a request it had at most half of that."""
 LEAST_ANNOUNCEMENT_CHARACTERS: Final = 64
 """No announcement is shorter. Without this limit a descriptor could hold millions of texts."""
+PIN_MARKERS: Final = 1_000
+"""How many output directories a start may resume."""
 CLAIMS_BYTES: Final = 1024**2
 """The file in which a training process lists what it is about to announce."""
 OPTIMIZER_PATTERNS: Final = 32
@@ -125,6 +127,8 @@ REQUEST_TEXTS: Final[Mapping[str, int]] = {
     "path": PATH_BYTES,
     "files": PATH_BYTES,
     "others": PATH_BYTES,
+    "output": PATH_BYTES,
+    "output_key": TEXT_CHARACTERS,
     "reason": TEXT_CHARACTERS,
     "source": TEXT_CHARACTERS,
 }

@@ -13,6 +13,7 @@ from typing import Final
 
 from keepstep_agent.core.limits import Step, WorldSize
 from keepstep_api.records import Kind as Kind
+from keepstep_api.records import directory_key
 
 # How far the times of a client's record and of the agent's announcement may differ: both read the same machine's clock.
 _CLOCKS_DIFFER_SECONDS: Final = 5.0
@@ -35,7 +36,9 @@ class Phase(StrEnum):
 class SaveInfo:
     """One save of one checkpoint, as all its ranks know it. `save` alone identifies it; no key is ever shared.
 
-    For a snapshot, `name` is its series, such as `node-0`, and `step` its number in the series.
+    For a snapshot, `name` is its series, such as `node-0`, and `step` its number in the series. `directory`: where it
+    was saved, relative to the volume; empty: in the checkpoint directory. `output`: the output directory that it
+    belongs to, if that is another one.
     """
 
     save: str
@@ -43,16 +46,28 @@ class SaveInfo:
     step: Step
     kind: Kind
     world_size: WorldSize
+    directory: str = ""
+    output: str = ""
 
     @property
     def is_snapshot(self) -> bool:
         return self.kind is Kind.SNAPSHOT
 
+    @property
+    def output_key(self) -> str:
+        """What tells the checkpoints of its output directory from others'; empty: the checkpoint directory."""
+        return directory_key(self.output or self.directory)
+
+    @property
+    def path(self) -> str:
+        """Its directory and its name, for people."""
+        return f"{self.directory}/{self.name}" if self.directory else self.name
+
     def __str__(self) -> str:
         """Describe the save in one phrase, for people."""
         if self.is_snapshot:
             return f"snapshot {self.step} of {self.name}"
-        return f"{self.name} (step {self.step}, {self.kind})"
+        return f"{self.path} (step {self.step}, {self.kind})"
 
 
 class Receiver(StrEnum):

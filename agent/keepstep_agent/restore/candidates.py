@@ -41,9 +41,10 @@ class Candidates:
         *,
         pin: Pin | None = None,
     ) -> _Taken | None:
-        """Return what `take` makes of the newest save that can be restored; None if the run starts from nothing.
+        """Return what `take` makes of the newest save that can be restored; None if there is none.
 
-        `committed` may be the newest ones alone: if all of them have failed, the others are listed.
+        `committed` and what `relist` returns are of one output directory or series. They may be the newest ones alone:
+        if all of them have failed, the others are listed.
 
         `take` reads the files, and raises StoreError if they are damaged. Raises StoreError(CHECKPOINT_CORRUPT) if
         there are saves and none can be restored.

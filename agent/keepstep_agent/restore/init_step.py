@@ -6,7 +6,7 @@ becomes of damaged checkpoints is in `candidates`.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +20,7 @@ from keepstep_agent.catalog.markers import list_committed, newest_committed
 from keepstep_agent.catalog.object_reads import for_each
 from keepstep_agent.catalog.reading import CommittedCheckpoint
 from keepstep_agent.catalog.weights_only import refuse_fresh_start
-from keepstep_agent.core.policies.restore_choice import Pin
+from keepstep_agent.core.policies.restore_choice import CommittedSave, Pin, by_output, pin_of
 from keepstep_agent.core.stored.object_layout import check_token
 from keepstep_agent.ports import StoreWriter
 from keepstep_agent.restore.agreement import Agreement
@@ -62,13 +62,15 @@ async def restore(
     size_limit_bytes: int = 0,
     pin_timeout_seconds: float = 1800.0,
     on_progress: Progress = lambda name, done_bytes, total_bytes: None,
-) -> Restored | None:
-    """Put the newest restorable checkpoint into `checkpoint_directory`. Returns None if the run starts from nothing.
+) -> tuple[Restored, ...]:
+    """Put the newest restorable checkpoint of each output directory into its place.
 
-    With an `attempt`, all pods of a start of it get the same checkpoint. `place` is the pod's in the job, the same for
-    its replacement; it tells the next start from this one. `size_limit_bytes` is the emptyDir's limit; 0 means none.
-    Raises StoreError, VolumeError or RequestError; then only Keepstep's own folder has changed. CHECKPOINT_CORRUPT
-    means that there are checkpoints and none can be restored.
+    Returns the one that was saved last first; none if the run starts from nothing.
+
+    With an `attempt`, all pods of a start of it get the same ones. `place` is the pod's in the job, the same for its
+    replacement; it tells the next start from this one. `size_limit_bytes` is the emptyDir's limit; 0 means none. Raises
+    StoreError, VolumeError or RequestError; then only Keepstep's own folder has changed. CHECKPOINT_CORRUPT means that
+    an output directory has checkpoints and none of them can be restored.
     """
     for name, word in (("attempt", attempt), ("place", place)):
         if word:
@@ -123,31 +125,47 @@ class _InitStep:
         self._complete = complete
         self._disk = disk
         self._on_progress = on_progress
-        self._candidates = Candidates(store, partial(list_committed, store))
+        self._gathered: list[tuple[CommittedCheckpoint, bool]] = []
+        """What is whole and verified on this disk, and whether it was downloaded."""
+        self._skipped: dict[str, tuple[str, ...]] = {}
 
-    async def run(self, attempt: str, agreement: Agreement | None) -> Restored | None:
+    async def run(self, attempt: str, agreement: Agreement | None) -> tuple[Restored, ...]:
         await self._on_disk(self._local.prepare)
         while True:  # ends: another round follows only if another pod has begun a generation meanwhile
             pin = await agreement.join() if agreement else None
-            checkpoint, downloaded = await self._gather(pin)
             try:
-                if agreement and pin is None and not await agreement.begin(_pin_for(attempt, checkpoint)):
+                await self._gather(pin)
+                wish = pin_of(attempt, [checkpoint.committed for checkpoint, _ in self._gathered])
+                if agreement and pin is None and not await agreement.begin(wish):
                     _log.info("restore.follows_another_pod", attempt=attempt)
                     continue
-                restored = await self._install(checkpoint, downloaded) if checkpoint else None
+                # The last one is noted as what this volume resumes from.
+                ordered = sorted(self._gathered, key=lambda one: one[0].marker.saved_at)
+                restored = [await self._install(checkpoint, downloaded) for checkpoint, downloaded in ordered]
                 if agreement:
                     await agreement.take_place()
-                return restored
+                return tuple(reversed(restored))
             finally:
-                if checkpoint:
+                for checkpoint, _ in self._gathered:
                     await self._on_disk(partial(self._local.discard, checkpoint))
+                self._gathered.clear()
 
-    async def _gather(self, pin: Pin | None) -> tuple[CommittedCheckpoint | None, bool]:
-        """Return the checkpoint to resume from, whole and verified on this disk, and whether it was downloaded."""
-        committed = await newest_committed(self._store)
+    async def _gather(self, pin: Pin | None) -> None:
+        """Gather the checkpoints to resume from, one of each output directory."""
+        committed = by_output(await list_committed(self._store))
         if not committed and pin is None:
             await refuse_fresh_start(self._store)
-        return await self._candidates.first(committed, self._gather_one, pin=pin) or (None, False)
+        if not (committed if pin is None else pin.markers):
+            _log.info("restore.starts_fresh", because="pinned to step 0" if pin else "nothing is committed")
+        for key, pinned in ((key, None) for key in committed) if pin is None else pin.of_outputs().items():
+            candidates = Candidates(self._store, partial(self._committed_to, key))
+            found = await candidates.first(committed.get(key, ()), self._gather_one, pin=pinned)
+            if found is not None:
+                self._gathered.append(found)
+                self._skipped[found[0].marker.info.save] = tuple(candidates.failures.values())
+
+    async def _committed_to(self, output_key: str) -> Sequence[CommittedSave]:
+        return by_output(await list_committed(self._store)).get(output_key, ())
 
     async def _gather_one(self, checkpoint: CommittedCheckpoint) -> tuple[CommittedCheckpoint, bool]:
         if await self._on_disk(partial(self._local.holds, checkpoint)):
@@ -182,7 +200,7 @@ class _InitStep:
             save=info.save,
             size_bytes=size_bytes,
             downloaded=downloaded,
-            skipped=tuple(self._candidates.failures.values()),
+            skipped=self._skipped[info.save],
         )
 
     async def _on_disk(self, work: Callable[[], _Result]) -> _Result:
@@ -216,10 +234,3 @@ async def _complete(
 
     await for_each(pieces, bring, at_once=concurrency)
     await copy.make_durable()
-
-
-def _pin_for(attempt: str, checkpoint: CommittedCheckpoint | None) -> Pin:
-    if checkpoint is None:
-        return Pin(attempt=attempt)
-    committed = checkpoint.committed
-    return Pin(attempt=attempt, step=committed.step, save=committed.save, marker=committed.key)

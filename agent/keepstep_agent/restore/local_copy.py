@@ -10,7 +10,7 @@ of the user's is lost. All functions block. They raise VolumeError only.
 import errno
 import stat
 from contextlib import suppress
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Final
 
 import structlog
@@ -20,10 +20,16 @@ from keepstep_agent.adapters.records import recorded_files, recorded_save
 from keepstep_agent.adapters.region_file import part_region
 from keepstep_agent.adapters.volume.announced_files import resolve_path
 from keepstep_agent.adapters.volume.errors import folder_error, volume_error
-from keepstep_agent.adapters.volume.shared_folders import make_own_folder, make_state_directory, open_state_directory
+from keepstep_agent.adapters.volume.shared_folders import (
+    make_own_folder,
+    make_shared_folder,
+    make_state_directory,
+    open_state_directory,
+)
 from keepstep_agent.adapters.volume.shared_volume import Folder, fingerprint, open_volume, path_in
 from keepstep_agent.catalog.reading import CommittedCheckpoint, StoredFile
 from keepstep_agent.core.errors import VolumeError
+from keepstep_agent.core.limits import PATH_BYTES
 from keepstep_agent.restore.strange_files import put_back, remove_recorded
 from keepstep_api.names import (
     INCOMING_DIRECTORY,
@@ -32,20 +38,22 @@ from keepstep_api.names import (
     RESUMED,
     STATE_DIRECTORY,
 )
-from keepstep_api.records import SUFFIX, Record, RecordedFile
+from keepstep_api.records import Record, RecordedFile, record_file
 
 _INCOMING: Final = f"{STATE_DIRECTORY}/{INCOMING_DIRECTORY}"
 _RECORDS: Final = f"{STATE_DIRECTORY}/{RECORDS_DIRECTORY}"
 _REPLACED: Final = f"{STATE_DIRECTORY}/{REPLACED_DIRECTORY}"
 _CONTENT: Final = "content"
 _RECORD: Final = "record"
+_PLACE: Final = "place"
+"""Holds where the content belongs, relative to the volume."""
 _SHOWN_FILES: Final = 5
 
 _log: structlog.typing.FilteringBoundLogger = structlog.get_logger()
 
 
 class LocalCopies:
-    """The checkpoints in one checkpoint directory below one volume. All paths are below the volume."""
+    """The checkpoints of one volume. All paths are below the volume."""
 
     def __init__(self, volume: Path, checkpoint_directory: Path, state_directory: Path) -> None:
         self._volume = volume
@@ -78,7 +86,8 @@ class LocalCopies:
 
     def place(self, checkpoint: CommittedCheckpoint) -> Path:
         """Return where a checkpoint goes, as the trainer sees it."""
-        return self._directory / checkpoint.marker.info.name
+        info = checkpoint.marker.info
+        return (self._volume / info.directory if info.directory else self._directory) / info.name
 
     def discard(self, checkpoint: CommittedCheckpoint) -> None:
         """Remove what was downloaded of a checkpoint, if anything."""
@@ -110,18 +119,21 @@ class LocalCopies:
 
     def install(self, checkpoint: CommittedCheckpoint) -> None:
         """Move a downloaded checkpoint into its place and record it. Files there that no record names stay."""
-        name, place, record = checkpoint.marker.info.name, self._place(checkpoint), _record_path(checkpoint)
-        replaced = f"{_REPLACED}/{name}"
+        place, record = self._place(checkpoint), _record_path(checkpoint)
+        key = _record_file(checkpoint)
+        replaced = f"{_REPLACED}/{key}"
         gathered = self.incoming(checkpoint)
         if checkpoint.single_file:
             gathered += f"/{checkpoint.files[0].entry.path}"
         try:
             with open_volume(self._volume) as root:
-                self._settle(root, name)
+                self._settle(root, key)
                 if root.exists(replaced):
                     raise FileExistsError(errno.EEXIST, "what an earlier restore has replaced is still there", replaced)
+                self._make_folders(root, place)
                 if root.exists(place):
                     root.make_folder(replaced).close()
+                    root.write_durably(f"{replaced}/{_PLACE}", place.encode())
                     root.rename(place, root, f"{replaced}/{_CONTENT}")
                     if root.exists(record):
                         root.rename(record, root, f"{replaced}/{_RECORD}")
@@ -130,12 +142,11 @@ class LocalCopies:
                 try:
                     root.rename(gathered, root, place)
                 except OSError:
-                    self._settle(root, name)
+                    self._settle(root, key)
                     raise
-                with root.folder(self._checkpoints) as folder:
-                    folder.sync()
+                _sync_above(root, place)
                 self.record(checkpoint)
-                self._settle(root, name)
+                self._settle(root, key)
         except OSError as error:
             raise volume_error(error, f"putting {self.place(checkpoint)} in its place") from error
 
@@ -166,39 +177,43 @@ class LocalCopies:
             for entry in replaced.entries():
                 self._settle(root, entry.name)
 
-    def _settle(self, root: Folder, name: str) -> None:
-        """End the replacement of the checkpoint `name`, however far it got. Idempotent; a failure is only logged.
+    def _settle(self, root: Folder, key: str) -> None:
+        """End the replacement of the checkpoint whose record is called `key`, however far it got.
 
-        If the new one has not got the place, the old one gets it back, with its record. A record of the old one lies
-        here only after its content; so without the content the replacement is over.
+        Idempotent; a failure is only logged. If the new one has not got the place, the old one gets it back, with its
+        record. A record of the old one lies here only after its content: without that, the replacement is over.
         """
-        replaced, place, record = f"{_REPLACED}/{name}", self._path(name), f"{_RECORDS}/{name}{SUFFIX}"
+        replaced, record = f"{_REPLACED}/{key}", f"{_RECORDS}/{key}"
         content, old_record = f"{replaced}/{_CONTENT}", f"{replaced}/{_RECORD}"
+        place = ""
         set_aside: list[str] = []
         try:
             if not root.exists(replaced):
                 return
-            has_moved = root.exists(place) or (root.exists(old_record) and root.exists(record))
-            if has_moved:
-                remove_recorded(root, content, recorded_files(root, old_record, self._checkpoints))
-            elif root.exists(content) and root.exists(old_record):
-                root.rename(old_record, root, record)
             if root.exists(content):
-                with root.folder(replaced) as source, root.folder(self._checkpoints) as target:
+                place = root.read(f"{replaced}/{_PLACE}", PATH_BYTES).decode()
+                has_moved = root.exists(place) or (root.exists(old_record) and root.exists(record))
+                if has_moved:
+                    remove_recorded(root, content, recorded_files(root, old_record, key))
+                elif root.exists(old_record):
+                    root.rename(old_record, root, record)
+            if root.exists(content):
+                above, _, name = place.rpartition("/")
+                with root.folder(replaced) as source, root.folder(above) as target:
                     set_aside += put_back(source, _CONTENT, target, name)
                     target.sync()
             root.remove(replaced)
-        except OSError as error:
+        except (OSError, ValueError) as error:
             _log.warning(
                 "restore.replaced_kept",
                 path=str(self._volume / replaced),
                 error=str(error),
-                hint=f"move what is yours there to {self._directory / name}; the next restore tries again",
+                hint=f"move what is yours there to {self._volume / place}; the next restore tries again",
             )
         if set_aside:
             _log.warning(
                 "restore.set_aside",
-                directory=str(self._directory),
+                directory=str((self._volume / place).parent),
                 paths=set_aside[:_SHOWN_FILES],
                 count=len(set_aside),
                 hint="no record of Keepstep's names them, and restored files have their names now: "
@@ -206,10 +221,14 @@ class LocalCopies:
             )
 
     def _place(self, checkpoint: CommittedCheckpoint) -> str:
-        return self._path(checkpoint.marker.info.name)
+        info = checkpoint.marker.info
+        directory = info.directory or self._checkpoints or "."
+        return info.name if directory == "." else f"{directory}/{info.name}"
 
-    def _path(self, name: str) -> str:
-        return f"{self._checkpoints}/{name}" if self._checkpoints else name
+    def _make_folders(self, root: Folder, place: str) -> None:
+        """Make the folders that a checkpoint lies in. They are gone with the disk on which it was saved."""
+        for folder in reversed([str(folder) for folder in PurePosixPath(place).parents if folder.name]):
+            make_shared_folder(root, folder)
 
     def _is_intact(self, path: str, file: StoredFile) -> bool:
         with open_volume(self._volume) as root:
@@ -232,6 +251,8 @@ def _encoded_record(checkpoint: CommittedCheckpoint) -> bytes:
         world_size=info.world_size,
         saved_at=checkpoint.marker.saved_at,
         committed=True,
+        directory=info.directory,
+        output=info.output,
         files=tuple(
             RecordedFile(path=_path_in(checkpoint, file), size_bytes=file.entry.size_bytes) for file in checkpoint.files
         ),
@@ -239,7 +260,22 @@ def _encoded_record(checkpoint: CommittedCheckpoint) -> bytes:
 
 
 def _record_path(checkpoint: CommittedCheckpoint) -> str:
-    return f"{_RECORDS}/{checkpoint.marker.info.name}{SUFFIX}"
+    return f"{_RECORDS}/{_record_file(checkpoint)}"
+
+
+def _record_file(checkpoint: CommittedCheckpoint) -> str:
+    info = checkpoint.marker.info
+    return record_file(info.directory, info.name)
+
+
+def _sync_above(root: Folder, path: str) -> None:
+    """Make a new name durable, with those of the folders that it lies in."""
+    for above in PurePosixPath(path).parents:
+        if not above.name:
+            root.sync()
+            return
+        with root.folder(str(above)) as folder:
+            folder.sync()
 
 
 def _path_in(checkpoint: CommittedCheckpoint, file: StoredFile) -> str:

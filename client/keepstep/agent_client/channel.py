@@ -86,6 +86,7 @@ class Channel:
         urgent: bool,
         files: Sequence[str] = (),
         others: Sequence[str] = (),
+        output: str = "",
     ) -> None:
         """Announce a checkpoint.
 
@@ -107,6 +108,7 @@ class Channel:
             units=[agent_pb2.Unit(name=name, done=done) for name, done in units.items()],
             files=files,
             others=others,
+            output=output,
         )
         self._call("AnnounceCheckpoint", request, deadline_seconds=ANNOUNCE_SECONDS, urgent=urgent)
 
@@ -121,8 +123,8 @@ class Channel:
         status: agent_pb2.Status = self._call("GetStatus", agent_pb2.GetStatusRequest())
         return status
 
-    def list_restorable(self, wait_seconds: float) -> agent_pb2.ListRestorableResponse:
-        request = agent_pb2.ListRestorableRequest(wait_ms=round(1000 * wait_seconds))
+    def list_restorable(self, output_key: str | None, wait_seconds: float) -> agent_pb2.ListRestorableResponse:
+        request = agent_pb2.ListRestorableRequest(wait_ms=round(1000 * wait_seconds), output_key=output_key)
         deadline_seconds = wait_seconds + _ANSWER_SECONDS
         response: agent_pb2.ListRestorableResponse = self._call(
             "ListRestorable", request, deadline_seconds=deadline_seconds, urgent=True

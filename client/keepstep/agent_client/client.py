@@ -44,7 +44,7 @@ class Agent:
         self._look_at = 0.0
         self._objective = (0.0, 0.0)
         self._keeps_objective = False
-        self.newest_committed_step: int | None = None
+        self.newest_committed: tuple[int, str] | None = None
         """Step of the newest committed checkpoint, as the agent said when this process last registered."""
         self.terminating = False
         """Whether the agent knew of a termination notice when this process registered."""
@@ -100,13 +100,14 @@ class Agent:
         urgent: bool,
         files: Sequence[str] = (),
         others: Sequence[str] = (),
+        output: str = "",
     ) -> bool:
         """Announce a checkpoint; return whether the agent has taken it over.
 
         `files`: those of the save, relative to `path`, the same on all ranks of the pod; empty: everything in it.
         `others`: files of the program's own in it, which it may write to again; only with `files`, and at most
         `names.MOST_OTHERS`. `stall_seconds`: how long training stood still for it; 0: not known. `units`: what the
-        program counts, done until then. `urgent`: also call an agent that has just timed out.
+        program counts, done until then. `output`: as in a record. `urgent`: also call an agent that has just timed out.
         """
 
         def announce(channel: "Channel") -> bool:
@@ -121,6 +122,7 @@ class Agent:
                 urgent=urgent,
                 files=files,
                 others=others,
+                output=output,
             )
             return True
 
@@ -183,7 +185,8 @@ class Agent:
             self._keeps_objective = bool(welcome.recovery_point_seconds)
             self.terminating |= welcome.terminating
             newest = welcome.newest_committed
-            self.newest_committed_step = newest.step if welcome.HasField("newest_committed") else None
+            has_any = welcome.HasField("newest_committed")
+            self.newest_committed = (newest.step, newest.output_key) if has_any else None
             self._registered = True
             self._compare_versions(welcome)
         self._answered()

@@ -46,20 +46,36 @@ _OTHERS_BYTES: Final = 64 * 1024 * 1024
 _MOST_LOOKED_AT: Final = 10_000
 
 
+def directory_in(directory: Path, volume: Path, run_directory: Path) -> str:
+    """Return what records call a directory: its path below the volume; empty for the run's checkpoint directory.
+
+    What lies outside the volume keeps its whole path.
+    """
+    # Not by Path, which raises for links that form a loop.
+    directory, volume, run_directory = (Path(os.path.realpath(path)) for path in (directory, volume, run_directory))
+    if directory == run_directory:
+        return ""
+    return directory.relative_to(volume).as_posix() if directory.is_relative_to(volume) else directory.as_posix()
+
+
 class LocalCheckpoints:
     """The checkpoints of one run.
 
     Args:
         volume: What the directories in records are relative to.
         directory: Where a Checkpointer's checkpoints lie.
+        run_directory: Where the checkpoints lie of programs that name no directory.
         records: The folder of the records.
         saving: Where frameworks' checkpoints are written: programs that list their own directories do not see it.
         nonce: Keeps two processes' temporary names apart.
     """
 
-    def __init__(self, *, volume: Path, directory: Path, records: Path, saving: Path, nonce: str) -> None:
+    def __init__(
+        self, *, volume: Path, directory: Path, run_directory: Path, records: Path, saving: Path, nonce: str
+    ) -> None:
         self._volume = volume
         self._directory = directory
+        self._run_directory = run_directory
         self._saving = saving
         self._nonce = nonce
         self._said: set[Path] = set()
@@ -71,13 +87,15 @@ class LocalCheckpoints:
 
     def place(self, record: Record) -> Path:
         """Return where a checkpoint lies."""
-        if record.directory is None:
-            return self._directory / record.name
-        return self._volume / record.directory / record.name
+        return self.folder(record.directory) / record.name
+
+    def folder(self, directory: str) -> Path:
+        """Return the directory that a record calls so."""
+        return self._volume / directory if directory else self._run_directory
 
     def directory_of(self, path: Path) -> str:
-        """Return what the record of a framework's checkpoint at `path` has as its directory. Raises ValueError."""
-        return path.resolve().parent.relative_to(self._volume.resolve()).as_posix()
+        """Return what the record of a checkpoint at `path` has as its directory."""
+        return directory_in(path.parent, self._volume, self._run_directory)
 
     def clean_up(self) -> None:
         """Finish what a killed process left complete, and delete what it left incomplete.
@@ -100,14 +118,14 @@ class LocalCheckpoints:
     def staged(self, save: str, path: Path, *, by_framework: bool) -> StagedSave:
         """Return the folder in which a save is written whose checkpoint belongs at `path`."""
         parent = self._saving if by_framework else self._directory
-        return StagedSave(parent, save, path, self.directory_of(path) if by_framework else None)
+        return StagedSave(parent, save, path, directory=self.directory_of(path), by_framework=by_framework)
 
     def discard_older(self, path: Path) -> None:
         """Give up saves of frameworks that could not get the place `path`. Raises OSError."""
         discard_older(self._saving, path)
 
     def whole(self, *, by_framework: bool) -> Sequence[Record]:
-        """Return the whole checkpoints, the newest first, also those in directories that a framework has chosen.
+        """Return the whole checkpoints of all directories, the newest first. Not those of frameworks: `by_framework`.
 
         Skips damaged ones, and forgets those that the program has deleted.
         """
@@ -115,7 +133,7 @@ class LocalCheckpoints:
         return [
             record
             for record in read_records(self.records)
-            if (by_framework or record.directory is None) and is_whole(record, self.place(record))
+            if (by_framework or not record.by_framework) and is_whole(record, self.place(record))
         ]
 
     def find_renamed(self, record: Record) -> Record | None:
@@ -142,7 +160,7 @@ class LocalCheckpoints:
                 if renamed is not None and renamed.name != record.name:
                     write_record(self.records, renamed)
                 if renamed is None or renamed.name != record.name:
-                    remove_record(self.records, record.name)
+                    remove_record(self.records / record.file_name)
             except OSError as error:
                 # Tried again at the next save; until then it does no harm.
                 _log.warning("record not removed: name=%s error=%s", record.name, error)
@@ -217,7 +235,9 @@ class LocalCheckpoints:
         `keep_restored`: also keep those that came from the destination.
         """
         older = [
-            record for record in read_records(self.records) if record.order < newest.order and record.directory is None
+            record
+            for record in read_records(self.records)
+            if record.order < newest.order and record.directory == newest.directory and not record.by_framework
         ]
         whole = [record for record in older if damage(record, self.path(record.name)) is None]
         for record in whole[keep - 1 :]:
@@ -229,7 +249,7 @@ class LocalCheckpoints:
         files = {file.path for file in record.files}
         if path.is_dir() and not files_below(path) <= files:
             # The program has put files beside them.
-            remove_record(self.records, record.name)
+            remove_record(self.records / record.file_name)
             for file in files:
                 # What is reached by a link lies somewhere else.
                 if (path / file).parent.resolve().is_relative_to(path.resolve()):
@@ -241,7 +261,7 @@ class LocalCheckpoints:
         # Nothing half-deleted has its name.
         removing = self._directory / f"{_REMOVING}{record.name}-{self._nonce}"
         path.rename(removing)
-        remove_record(self.records, record.name)
+        remove_record(self.records / record.file_name)
         delete(removing)
 
 

@@ -1,4 +1,4 @@
-"""Records: one small JSON file per local checkpoint that is complete, `<volume>/.keepstep/records/<name>.json`.
+"""Records: one small JSON file per local checkpoint that is complete, below `<volume>/.keepstep/records/`.
 
 A record appears only after its checkpoint has its final name, and it lists every file with its size, so that a
 checkpoint cut short by a crash or a deletion can be told from a whole one. Records lie outside the checkpoints because
@@ -33,14 +33,13 @@ _log: Final = logging.getLogger("keepstep")
 
 
 def write_record(directory: Path, record: Record) -> None:
-    """Write a record durably, in place of the record of that name. Raises OSError."""
+    """Write a record durably, in place of the one of that name and directory. Raises OSError."""
     directory.mkdir(parents=True, exist_ok=True)
-    write_durably(directory / f"{record.name}{SUFFIX}", record.encode())
+    write_durably(directory / record.file_name, record.encode())
 
 
-def read_record(directory: Path, name: str) -> Record | None:
-    """Return the record of this name; None if there is none that can be read. Says if there is one that cannot."""
-    path = directory / f"{name}{SUFFIX}"
+def read_record(path: Path) -> Record | None:
+    """Return the record in this file; None if there is none that can be read. Says if there is one that cannot."""
     try:
         return _decode(path)
     except FileNotFoundError:
@@ -53,15 +52,15 @@ def read_record(directory: Path, name: str) -> Record | None:
 
 def read_records(directory: Path) -> Sequence[Record]:
     """Return every readable record, the newest first. An unreadable one is logged and left alone."""
-    read = (read_record(directory, path.name.removesuffix(SUFFIX)) for path in directory.glob(f"*{SUFFIX}"))
+    read = map(read_record, directory.glob(f"*{SUFFIX}"))
     return sorted((record for record in read if record is not None), key=lambda record: record.order, reverse=True)
 
 
-def remove_record(directory: Path, name: str) -> None:
+def remove_record(path: Path) -> None:
     """Remove a record durably, if it is there. Raises OSError."""
     with suppress(FileNotFoundError):
-        (directory / f"{name}{SUFFIX}").unlink()
-        sync_directory(directory)
+        path.unlink()
+        sync_directory(path.parent)
 
 
 def damage(record: Record, checkpoint: Path) -> str | None:
@@ -92,8 +91,8 @@ def _decode(path: Path) -> Record:
     value = json.loads(path.read_bytes())
     record = decode_record(value)
     # The name becomes a path that rotation may delete.
-    if f"{record.name}{SUFFIX}" != path.name:
-        raise ValueError(f"it names {record.name!r}")
+    if record.file_name != path.name:
+        raise ValueError(f"it names {record.name!r} in {record.directory or 'the checkpoint directory'}")
     return record
 
 
@@ -101,7 +100,6 @@ def decode_record(value: Any) -> Record:
     """Return the record that `Record.encode` wrote as this JSON value. Raises KeyError, TypeError or ValueError."""
     if value["format"] != names.RECORD_FORMAT:
         raise ValueError(f"it has format {value['format']}, this version of Keepstep reads {names.RECORD_FORMAT}")
-    directory = value.get("directory") if isinstance(value, dict) else None
     files = tuple(RecordedFile(path=str(file["path"]), size_bytes=int(file["size"])) for file in value["files"])
     # Rotation deletes what these name.
     if any(PurePosixPath(file.path).is_absolute() or ".." in PurePosixPath(file.path).parts for file in files):
@@ -116,7 +114,9 @@ def decode_record(value: Any) -> Record:
         files=files,
         committed=bool(value.get("committed", False)),
         announced=bool(value.get("announced", False)),
-        directory=None if directory is None else str(directory),
+        directory=str(value.get("directory", "")),
+        output=str(value.get("output", "")),
+        by_framework=bool(value.get("by_framework", False)),
         ranks=tuple(int(rank) for rank in value.get("ranks", ())),
         others=tuple(str(path) for path in value.get("others", ())),
         inode=int(value.get("inode", 0)),

@@ -31,6 +31,7 @@ from keepstep.checkpoints.records import (
     write_record,
 )
 from keepstep_api import names
+from keepstep_api.records import record_file
 
 _log: Final = logging.getLogger("keepstep")
 _NOTE: Final = ".complete"
@@ -38,13 +39,15 @@ _NOTE: Final = ".complete"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Note:
-    """`directory` as in a record. `inode`: of the checkpoint as it was written: by it one finds that it has its place.
+    """`directory` and `by_framework` as in a record. `inode`: of the checkpoint as it was written: by it one finds that
+    it has its place.
 
     `replaced`: files of an earlier save of ours at this place, which this one does not have and which go.
     """
 
     path: Path
-    directory: str | None
+    directory: str
+    by_framework: bool
     inode: int
     record: Record | None
     replaced: frozenset[str]
@@ -55,6 +58,7 @@ class _Note:
         note = {
             "path": os.path.relpath(_real(self.path), _real(beside)),
             "directory": self.directory,
+            "by_framework": self.by_framework,
             "inode": self.inode,
             "record": record,
             "replaced": sorted(self.replaced),
@@ -65,20 +69,21 @@ class _Note:
 class StagedSave:
     """One save below `parent`. The ranks of a pod share its folder, and one of them calls what comes after `make`.
 
-    `directory` as in the record: where a framework saves to, relative to the volume; None for a Checkpointer's save.
+    `directory` and `by_framework` as in the record.
     """
 
-    def __init__(self, parent: Path, save: str, path: Path, directory: str | None) -> None:
+    def __init__(self, parent: Path, save: str, path: Path, *, directory: str, by_framework: bool) -> None:
         self.folder: Final = parent / f"{names.SAVING_PREFIX}{save}"
         self.path: Final = path
         """Where the checkpoint belongs."""
         self.written: Final = self.folder / path.name
         """Where it is written."""
         self._directory = directory
+        self._by_framework = by_framework
 
     def make(self) -> None:
         """Make the folder, and a Checkpointer's in it; ranks may do so at once. Raises OSError."""
-        (self.written if self._directory is None else self.folder).mkdir(parents=True, exist_ok=True)
+        (self.folder if self._by_framework else self.written).mkdir(parents=True, exist_ok=True)
 
     def sync(self) -> tuple[RecordedFile, ...]:
         """Make all that was written durable, and return the checkpoint's files, if there are any. Raises OSError."""
@@ -98,12 +103,15 @@ class StagedSave:
         discard_older(self.folder.parent, self.path, but=self.folder)
         replaced: set[str] = set()
         before = self._record_before(records)
-        if self._directory is None and before is not None and not before.committed and self.written.is_dir():
+        is_ours = before is not None and not before.committed and not before.by_framework
+        if is_ours and not self._by_framework and self.written.is_dir():
             # A framework leaves what it wrote under this name before, and a Checkpointer does not.
+            assert before is not None
             replaced = {file.path for file in before.files} - files_below(self.written)
         note = _Note(
             path=self.path,
             directory=self._directory,
+            by_framework=self._by_framework,
             inode=_inode(self.written),
             record=record,
             replaced=frozenset(replaced),
@@ -130,7 +138,7 @@ class StagedSave:
     def _finish(self, note: _Note, records: Path) -> Record | None:
         if self._record_before(records) is not None:
             # While files of two saves have these names, nothing may take them for the recorded checkpoint.
-            remove_record(records, self.path.name)
+            remove_record(records / self._record_file)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         place = _place(self.written, self.path)
         if note.inode and _inode(place) == note.inode:
@@ -152,10 +160,13 @@ class StagedSave:
         self.discard()
         return record
 
+    @property
+    def _record_file(self) -> str:
+        return record_file(self._directory, self.path.name)
+
     def _record_before(self, records: Path) -> Record | None:
-        """Return the record of what has this place. Another directory may have a checkpoint of this name."""
-        record = read_record(records, self.path.name)
-        return record if record is not None and record.directory == self._directory else None
+        """Return the record of what has this place."""
+        return read_record(records / self._record_file)
 
     def _is_outdated(self, note: _Note, records: Path) -> bool:
         """Whether something newer was saved at this place, after this save could not get it."""
@@ -180,7 +191,7 @@ def saves_to_finish(parent: Path) -> Iterator[StagedSave]:
                 _log.warning("a complete save is left alone: folder=%s error=%r", folder, error)
             else:
                 save = folder.name.removeprefix(names.SAVING_PREFIX)
-                yield StagedSave(parent, save, note.path, note.directory)
+                yield StagedSave(parent, save, note.path, directory=note.directory, by_framework=note.by_framework)
 
 
 def discard_older(parent: Path, path: Path, *, but: Path | None = None) -> None:
@@ -201,6 +212,7 @@ def _read_note(folder: Path) -> _Note:
     return _Note(
         path=Path(os.path.normpath(_real(folder) / value["path"])),
         directory=value["directory"],
+        by_framework=value["by_framework"],
         inode=value["inode"],
         record=None if value["record"] is None else decode_record(value["record"]),
         replaced=frozenset(value["replaced"]),

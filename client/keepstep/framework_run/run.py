@@ -18,15 +18,19 @@ from typing import Any, ClassVar, Final, NoReturn, TypeVar
 
 from keepstep.asynchronous_saves.background_writer import BackgroundSave, BackgroundWriter
 from keepstep.asynchronous_saves.save_functions import handing_in
+from keepstep.autoload.post_import import warn
+from keepstep.checkpoints.ended_trainings import ended_before
+from keepstep.checkpoints.local_checkpoints import directory_in
 from keepstep.checkpoints.records import Kind, Record, read_records
 from keepstep.errors import KeepstepError
 from keepstep.framework_run.after_save import BackgroundWrites, wait_until_quiet
 from keepstep.gate import Action
 from keepstep.publishing import Publication
 from keepstep.ranks.coordinator import PATIENCE_SECONDS
-from keepstep.resuming import SomeFiles, choose, choose_files
+from keepstep.resuming import Resumption, SomeFiles
 from keepstep.session import PendingSave, Session
 from keepstep.settings import read_settings
+from keepstep_api.records import directory_key
 
 _log: Final = logging.getLogger("keepstep")
 _Result = TypeVar("_Result")
@@ -58,6 +62,10 @@ class FrameworkRun:
     asynchronous_by_program: ClassVar[bool | None] = None
     """Whether the program asks for asynchronous saves; None if it leaves that to the environment."""
     _current: "FrameworkRun | None" = None
+    _in_training: ClassVar[bool] = False
+    """Whether a framework's training is under way in this process."""
+    _trained: ClassVar[set[str]] = set()
+    """The output directories of the trainings of this process."""
 
     def __init__(self) -> None:
         """Raises UsageError or VolumeError."""
@@ -82,6 +90,8 @@ class FrameworkRun:
         """Whether a program saves in folders of its own. The same on all ranks."""
         self._announced: Publication | None = None
         """The last checkpoint that the program may still change."""
+        self._outputs: dict[str, str] = {}
+        """To which output directory belongs what is saved in a directory, if that is another one."""
 
     @classmethod
     def current(cls) -> "FrameworkRun":
@@ -93,6 +103,46 @@ class FrameworkRun:
             cls._current = cls()
         return cls._current
 
+    @classmethod
+    def for_training(cls, *outputs: str | Path) -> "FrameworkRun | None":
+        """Return the run of a training that begins now, of these output directories; None if it is refused.
+
+        It is if another training is under way in this process, or one has ended there in this start: this one would
+        resume from the other one's checkpoints. Call `ended` when it has ended by itself. Raises UsageError or
+        VolumeError.
+        """
+        if cls._in_training:
+            warn("this training is not protected: another one is under way in this process")
+            return None
+        run = cls.current()
+        own = set(run._own(outputs))
+        if run._is_first_of(own):
+            cls._in_training = True
+            cls._trained |= own
+            return run
+        run.close()
+        warn(
+            "this training is not protected: another one has ended in its output directory, and the checkpoints there "
+            "are that one's; hint: give each training an output directory of its own"
+        )
+        return None
+
+    def _is_first_of(self, own: set[str]) -> bool:
+        def agree() -> bool | None:
+            context = self._session.context()
+            is_first = not any(one in FrameworkRun._trained or ended_before(context.local.records, one) for one in own)
+            return context.coordinator.agree(f"first/{self._session.next_number()}", is_first)
+
+        return self._unless_given_up(agree, otherwise=None) is not False
+
+    def ended(self, *outputs: str | Path) -> None:
+        """Note that the training of these output directories has ended by itself: no other one resumes from it."""
+        self._session.note_end(self._own(outputs))
+
+    def _own(self, outputs: Sequence[str | Path]) -> Sequence[str]:
+        """Return what records call these output directories; the checkpoint directory if there are none."""
+        return [self._directory_of(self.in_volume(output)) for output in outputs or [self.checkpoint_directory]]
+
     @property
     def stopping(self) -> bool:
         """Whether the pod is ending and the just-in-time checkpoint is saved: leave then."""
@@ -102,6 +152,27 @@ class FrameworkRun:
     def checkpoint_directory(self) -> Path:
         """Where to write a checkpoint if the program names no directory."""
         return self._session.settings.checkpoint_directory
+
+    def in_volume(self, output: str | Path) -> Path:
+        """Return where in the volume the checkpoints of a program's output directory are saved, or would be.
+
+        One that lies outside has a folder of its own in the checkpoint directory, by its path as the program gave it:
+        a start may have another working directory.
+        """
+        output = Path(output)
+        if self.holds(output.absolute() / "checkpoint"):
+            return output.absolute()
+        if output.is_absolute() or ".." in output.parts:
+            return self.checkpoint_directory / f"{output.name}-{directory_key(str(output))}"
+        return self.checkpoint_directory / output
+
+    def file_under(self, directory: Path, output: Path) -> None:
+        """Let what is saved in `directory` belong to the output directory `output`. Both lie in the volume."""
+        self._outputs[self._directory_of(directory)] = self._directory_of(output)
+
+    def _directory_of(self, directory: Path) -> str:
+        settings = self._session.settings
+        return directory_in(directory, settings.volume, settings.run_directory)
 
     @property
     def on_one_node(self) -> bool:
@@ -171,7 +242,7 @@ class FrameworkRun:
         if pending is None:
             return False
         with self.claimed(path):
-            return Publication(self._session, pending, path).announce(pending.kind)
+            return self._publication(pending, path).announce(pending.kind)
 
     def announce_when(self, future: "Future[Any]", path: Path, step: int, kind: Kind | None = None) -> None:
         """Announce the checkpoint from another thread once `future` is done. If it fails, announce nothing."""
@@ -181,7 +252,7 @@ class FrameworkRun:
         if pending is None:
             return
 
-        self._announced = publication = Publication(self._session, pending, path)
+        self._announced = publication = self._publication(pending, path)
         claim = ExitStack()
         claim.enter_context(self.claimed(path))
 
@@ -248,7 +319,7 @@ class FrameworkRun:
         with ExitStack() as claim:
             claim.enter_context(self.claimed(path))
             pending = self._begin(path, step, None)
-            publication = None if pending is None else Publication(self._session, pending, path)
+            publication = None if pending is None else self._publication(pending, path)
             self._saved = saved = _Saved(
                 path=path, publication=publication, claim=claim, may_change=program_folder and not behind
             )
@@ -274,6 +345,10 @@ class FrameworkRun:
             self._last = saved
             saved.claim = claim.pop_all()
             return saved.in_place or saved.behind is not None
+
+    def _publication(self, pending: PendingSave, path: Path) -> Publication:
+        output = self._outputs.get(self._directory_of(path.parent), "")
+        return Publication(self._session, pending, path, output=output)
 
     def _save_behind(
         self,
@@ -453,15 +528,25 @@ class FrameworkRun:
         records = read_records(local.records)
         return next((record.step for record in records if local.place(record).resolve() == path.resolve()), None)
 
-    def newest(self) -> Path | None:
+    def newest(self, *outputs: str | Path, found: Path | None = None, found_step: int = -1) -> Path | None:
         """Return the checkpoint to resume from, the same on all ranks; None to start from step 0.
 
-        Raises SystemExit when the pod is ending, and when the ranks cannot choose a checkpoint.
+        Args:
+            outputs: The training's own output directories; none: the newest of the run, whoever saved it.
+            found: What the framework finds in them by itself, taken if it is newer.
+            found_step: The step of that.
+
+        Raises:
+            SystemExit: The pod is ending, or the ranks cannot choose a checkpoint.
         """
-        chosen = self._chosen(lambda: choose(self._session, self._whole))
+        if found is not None:
+            return self._chosen(lambda: self._resumption(outputs).choose_or(found, found_step))
+        chosen = self._chosen(lambda: self._resumption(outputs).choose())
         return None if chosen is None else self._session.context().local.place(chosen)
 
-    def newest_files(self, needed: Callable[[Sequence[str], Sequence[int]], Sequence[str]]) -> SomeFiles | None:
+    def newest_files(
+        self, needed: Callable[[Sequence[str], Sequence[int]], Sequence[str]], *outputs: str | Path
+    ) -> SomeFiles | None:
         """As `newest`, for a framework whose ranks read files of their own.
 
         `needed` gets the paths of all files, and this pod's ranks; it returns those to bring, or none for all.
@@ -469,7 +554,7 @@ class FrameworkRun:
 
         def choose_some() -> SomeFiles | Record | None:
             ranks = self._session.context().coordinator.ranks
-            return choose_files(self._session, self._whole, lambda files: needed(files, ranks.pod or (ranks.rank,)))
+            return self._resumption(outputs).choose_files(lambda files: needed(files, ranks.pod or (ranks.rank,)))
 
         chosen = self._chosen(choose_some)
         if not isinstance(chosen, Record):
@@ -477,8 +562,8 @@ class FrameworkRun:
         place = self._session.context().local.place(chosen)
         return SomeFiles(place=place, directory=place, files=())
 
-    def _whole(self) -> Sequence[Record]:
-        return self._session.context().local.whole(by_framework=True)
+    def _resumption(self, outputs: Sequence[str | Path]) -> Resumption:
+        return Resumption(self._session, self._own(outputs) if outputs else None)
 
     def _chosen(self, ask_ranks: Callable[[], _Result]) -> _Result:
         try:
@@ -488,8 +573,6 @@ class FrameworkRun:
         except KeepstepError as error:
             # Training from step 0 over what was saved would be worse than stopping.
             raise SystemExit(f"keepstep: {error}; {error.hint}") from error
-        if isinstance(chosen, Record):
-            _log.info("resuming: name=%s step=%d", chosen.name, chosen.step)
         return chosen
 
     def leave(self) -> NoReturn:
@@ -512,6 +595,7 @@ class FrameworkRun:
         atexit.unregister(self.close)
         if FrameworkRun._current is self:
             FrameworkRun._current = None
+            FrameworkRun._in_training = False
 
     def _begin(self, path: Path, step: int, kind: Kind | None, *, waiting: bool = True) -> PendingSave | None:
         """Return the save that a checkpoint belongs to; None when it cannot be announced.

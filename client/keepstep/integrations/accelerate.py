@@ -133,7 +133,8 @@ class _Loop:
             run.wait()
         # After the first save or load, the program goes back to what it has saved itself.
         resumes = input_dir is None and self._place is None
-        newest = run.newest() if run is not None and resumes else None
+        own = [self._automatic_directory] if self._project.automatic_checkpoint_naming else []
+        newest = run.newest(*own) if run is not None and resumes else None
         result = self._load_state(input_dir if newest is None else str(newest), *arguments, **named)
         if run is not None:
             self._loaded(run, newest or (None if input_dir is None else Path(input_dir).expanduser()))
@@ -251,10 +252,11 @@ class _Loop:
 
     def _next_place(self, run: FrameworkRun, step: int) -> Path:
         if self._project.automatic_checkpoint_naming:
-            return self._next_automatic().absolute()
+            return run.in_volume(self._automatic_directory) / self._next_automatic().name
         if self._place is None:
             return run.checkpoint_directory / f"checkpoint-{step}"
-        return self._place.with_name(next_name(self._place.name, self._place_step, step, default=f"checkpoint-{step}"))
+        name = next_name(self._place.name, self._place_step, step, default=f"checkpoint-{step}")
+        return run.in_volume(self._place.parent) / name
 
     def _next_automatic(self) -> Path:
         return self._automatic_directory / f"checkpoint_{self._accelerator.save_iteration}"

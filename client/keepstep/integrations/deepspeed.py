@@ -84,6 +84,8 @@ class _Training:
         # The last checkpoint that the program saved or resumed from: its path and its step.
         self._place: Path | None = None
         self._place_step = -1
+        self._directory: Any = None
+        """Where the program saves to or loads from, as it gave it."""
         self._client_state: dict[str, Any] = {}
         self._client_step: int | None = None
 
@@ -127,6 +129,8 @@ class _Training:
             program_files_of=self._place if self._saves_now else None,
         )
         self.run.announce()
+        if not self._saves_now:
+            self._directory = save_dir
         if is_saved:
             self._place, self._place_step = path, step
             self._client_state, self._client_step = client_state, step
@@ -144,7 +148,8 @@ class _Training:
         resumes = self._acts and tag is None and is_first and not named.get("load_module_only") and not self._universal
         # Then it reads more than each rank's own shares.
         reads_all = arguments or not named.get("load_optimizer_states", True) or self._engine.zero_elastic_checkpoint()
-        newest = self.run.newest_files(functools.partial(self._needed, bool(reads_all))) if resumes else None
+        needed = functools.partial(self._needed, bool(reads_all))
+        newest = self.run.newest_files(needed, load_dir) if resumes else None
         if newest is not None:
             names = [path.name for path in newest.directory.iterdir()]
             if not newest.files and (error := other_ranks_error(str(newest.place), names, self._world_size())):
@@ -155,6 +160,7 @@ class _Training:
             # Programs read the step from it.
             path = str(newest.place / Path(path).relative_to(newest.directory))
         self._asked_step = None
+        self._directory = load_dir if self._directory is None else self._directory
         if newest is not None:
             self._place, self._place_step = newest.place, self.step
         if path is not None:
@@ -215,8 +221,9 @@ class _Training:
     def _save_now(self, step: int) -> None:
         default = f"global_step{step}"
         directory, tag = self.run.checkpoint_directory, default
+        if self._directory is not None:
+            directory = self.run.in_volume(self._directory)
         if self._place is not None:
-            directory = self._place.parent
             tag = next_name(self._place.name, self._place_step, step, default=default)
         client_state, passed_at = self._programs_client_state(), self._client_step
         if client_state and passed_at != step:

@@ -132,7 +132,7 @@ class BeginSaveResponse(_message.Message):
     def __init__(self, admitted: bool = ..., reason: _Optional[str] = ..., save: _Optional[str] = ..., budget_bytes: _Optional[int] = ...) -> None: ...
 
 class AnnounceCheckpointRequest(_message.Message):
-    __slots__ = ("path", "step", "name", "kind", "save", "rank", "world_size", "local_world_size", "files", "attempt", "stall_seconds", "units", "others")
+    __slots__ = ("path", "step", "name", "kind", "save", "rank", "world_size", "local_world_size", "files", "attempt", "stall_seconds", "units", "others", "output")
     PATH_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
@@ -146,6 +146,7 @@ class AnnounceCheckpointRequest(_message.Message):
     STALL_SECONDS_FIELD_NUMBER: _ClassVar[int]
     UNITS_FIELD_NUMBER: _ClassVar[int]
     OTHERS_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_FIELD_NUMBER: _ClassVar[int]
     path: str
     step: int
     name: str
@@ -159,7 +160,8 @@ class AnnounceCheckpointRequest(_message.Message):
     stall_seconds: float
     units: _containers.RepeatedCompositeFieldContainer[Unit]
     others: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, path: _Optional[str] = ..., step: _Optional[int] = ..., name: _Optional[str] = ..., kind: _Optional[_Union[Kind, str]] = ..., save: _Optional[str] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., local_world_size: _Optional[int] = ..., files: _Optional[_Iterable[str]] = ..., attempt: _Optional[str] = ..., stall_seconds: _Optional[float] = ..., units: _Optional[_Iterable[_Union[Unit, _Mapping]]] = ..., others: _Optional[_Iterable[str]] = ...) -> None: ...
+    output: str
+    def __init__(self, path: _Optional[str] = ..., step: _Optional[int] = ..., name: _Optional[str] = ..., kind: _Optional[_Union[Kind, str]] = ..., save: _Optional[str] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., local_world_size: _Optional[int] = ..., files: _Optional[_Iterable[str]] = ..., attempt: _Optional[str] = ..., stall_seconds: _Optional[float] = ..., units: _Optional[_Iterable[_Union[Unit, _Mapping]]] = ..., others: _Optional[_Iterable[str]] = ..., output: _Optional[str] = ...) -> None: ...
 
 class Unit(_message.Message):
     __slots__ = ("name", "done")
@@ -232,7 +234,7 @@ class WatchStatusRequest(_message.Message):
     def __init__(self, interval_ms: _Optional[int] = ...) -> None: ...
 
 class Checkpoint(_message.Message):
-    __slots__ = ("name", "save", "step", "kind", "phase", "world_size", "size_bytes", "durable_bytes", "file_count", "announced_at", "committed_at", "reason")
+    __slots__ = ("name", "save", "step", "kind", "phase", "world_size", "size_bytes", "durable_bytes", "file_count", "announced_at", "committed_at", "reason", "directory", "output_key")
     NAME_FIELD_NUMBER: _ClassVar[int]
     SAVE_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
@@ -245,6 +247,8 @@ class Checkpoint(_message.Message):
     ANNOUNCED_AT_FIELD_NUMBER: _ClassVar[int]
     COMMITTED_AT_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    DIRECTORY_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_KEY_FIELD_NUMBER: _ClassVar[int]
     name: str
     save: str
     step: int
@@ -257,7 +261,9 @@ class Checkpoint(_message.Message):
     announced_at: float
     committed_at: float
     reason: str
-    def __init__(self, name: _Optional[str] = ..., save: _Optional[str] = ..., step: _Optional[int] = ..., kind: _Optional[_Union[Kind, str]] = ..., phase: _Optional[_Union[Phase, str]] = ..., world_size: _Optional[int] = ..., size_bytes: _Optional[int] = ..., durable_bytes: _Optional[int] = ..., file_count: _Optional[int] = ..., announced_at: _Optional[float] = ..., committed_at: _Optional[float] = ..., reason: _Optional[str] = ...) -> None: ...
+    directory: str
+    output_key: str
+    def __init__(self, name: _Optional[str] = ..., save: _Optional[str] = ..., step: _Optional[int] = ..., kind: _Optional[_Union[Kind, str]] = ..., phase: _Optional[_Union[Phase, str]] = ..., world_size: _Optional[int] = ..., size_bytes: _Optional[int] = ..., durable_bytes: _Optional[int] = ..., file_count: _Optional[int] = ..., announced_at: _Optional[float] = ..., committed_at: _Optional[float] = ..., reason: _Optional[str] = ..., directory: _Optional[str] = ..., output_key: _Optional[str] = ...) -> None: ...
 
 class Status(_message.Message):
     __slots__ = ("agent_version", "destination", "live_ranks", "checkpoints", "newest_committed", "recovery_point_age_seconds", "backlog_bytes", "upload_rate_bytes_per_second", "drain_seconds", "budget_bytes", "terminating", "deadline", "storage_error", "at", "newest_snapshot", "not_stored", "fetching", "objective", "progress")
@@ -348,18 +354,22 @@ class ListCheckpointsResponse(_message.Message):
     def __init__(self, checkpoints: _Optional[_Iterable[_Union[Checkpoint, _Mapping]]] = ...) -> None: ...
 
 class ListRestorableRequest(_message.Message):
-    __slots__ = ("wait_ms",)
+    __slots__ = ("wait_ms", "output_key")
     WAIT_MS_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_KEY_FIELD_NUMBER: _ClassVar[int]
     wait_ms: int
-    def __init__(self, wait_ms: _Optional[int] = ...) -> None: ...
+    output_key: str
+    def __init__(self, wait_ms: _Optional[int] = ..., output_key: _Optional[str] = ...) -> None: ...
 
 class RestorableCheckpoint(_message.Message):
-    __slots__ = ("step", "save")
+    __slots__ = ("step", "save", "output_key")
     STEP_FIELD_NUMBER: _ClassVar[int]
     SAVE_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_KEY_FIELD_NUMBER: _ClassVar[int]
     step: int
     save: str
-    def __init__(self, step: _Optional[int] = ..., save: _Optional[str] = ...) -> None: ...
+    output_key: str
+    def __init__(self, step: _Optional[int] = ..., save: _Optional[str] = ..., output_key: _Optional[str] = ...) -> None: ...
 
 class ListRestorableResponse(_message.Message):
     __slots__ = ("ready", "checkpoints", "storage_error")

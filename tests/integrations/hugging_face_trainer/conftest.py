@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 import keepstep.gate.signal_file
+from keepstep.framework_run import FrameworkRun
 from keepstep.integrations import ownership
-from keepstep.integrations.hugging_face import protection
 from keepstep_api import names
 
 
@@ -20,7 +20,7 @@ def _process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     monkeypatch.setenv(names.ENV_VOLUME, str(tmp_path / "v"))
     monkeypatch.setattr(keepstep.gate.signal_file, "_LOOK_SECONDS", 0.0)
     monkeypatch.setattr(ownership, "_outermost", None)
-    monkeypatch.setattr(protection.Protection, "_trained", False)
+    monkeypatch.setattr(FrameworkRun, "_trained", set())
     before = signal.getsignal(signal.SIGTERM)
     yield
     assert signal.getsignal(signal.SIGTERM) == before, "training gives SIGTERM back"

@@ -10,7 +10,6 @@ from tests.integrations.hugging_face_trainer.training import FINAL, STEPS, At, a
 
 from keepstep import private_members, protect
 from keepstep.integrations import hugging_face
-from keepstep.integrations.hugging_face import protection
 from keepstep_api import names
 
 transformers = pytest.importorskip("transformers")
@@ -18,16 +17,23 @@ transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")  # theirs
 
 
-def test_a_second_training_is_neither_resumed_nor_announced(
+def test_a_second_training_in_the_same_directory_is_neither_resumed_nor_announced(
     agent: AgentServer, volume: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    train(make(volume / "checkpoints" / "first", max_steps=4))
-    second = make(volume / "checkpoints" / "second", max_steps=4)
-    protection.Protection._trained = True
+    first, second = (make(volume / "checkpoints", max_steps=4) for _ in range(2))
+    train(first)
     train(second)
     assert [step for step, *_ in logged(second, "loss")] == [1, 2, 3, 4]
     assert announced(agent) == [(4, FINAL)]
     assert "keepstep: this training is not protected" in capfd.readouterr().err
+
+
+def test_each_directory_has_a_training_of_its_own(agent: AgentServer, volume: Path) -> None:
+    first, second = (make(volume / "checkpoints" / name, max_steps=4) for name in ("first", "second"))
+    train(first)
+    train(second)
+    assert [step for step, *_ in logged(second, "loss")] == [1, 2, 3, 4]
+    assert announced(agent) == [(4, FINAL)] * 2
 
 
 def test_evaluation_and_prediction_outside_of_training_leave_sigterm_alone(volume: Path) -> None:

@@ -1,7 +1,6 @@
 """Which checkpoint a training with Hugging Face's Trainer resumes from."""
 
 import shutil
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,24 +22,24 @@ from tests.integrations.hugging_face_trainer.training import (
 )
 from transformers.trainer_utils import get_last_checkpoint
 
-from keepstep.checkpoints.records import read_records, write_record
-from keepstep_api import names
-
 pytestmark = pytest.mark.filterwarnings("ignore")  # theirs
 
 
-def test_what_restore_fetched_is_resumed_from_wherever_the_trainer_saves(volume: Path) -> None:
+def test_a_training_resumes_from_its_own_directory_alone(volume: Path, capfd: pytest.CaptureFixture[str]) -> None:
     stop(make(volume / "checkpoints" / "run", At("on_step_end", 3, terminate)))
-    # As after `keepstep restore` on an empty disk.
-    records = volume / names.STATE_DIRECTORY / names.RECORDS_DIRECTORY
-    record = read_records(records)[0]
-    write_record(records, replace(record, directory=None, committed=True))
-    shutil.move(volume / "checkpoints" / "run" / record.name, volume / "checkpoints" / record.name)
-    (volume / "checkpoints" / "run").rmdir()
+    other = train(make(volume / "checkpoints" / "other"))
+    assert [step for step, *_ in logged(other, "loss")] == list(range(1, STEPS + 1))
+    said = [line for line in capfd.readouterr().err.splitlines() if line.startswith("keepstep: starting")]
+    passed_over = f"{volume}/checkpoints/run/checkpoint-3, of another output directory"
+    assert said == [
+        f"keepstep: starting from step 0, there is no checkpoint in {volume}/checkpoints/run",
+        f"keepstep: starting from step 0, there is no checkpoint in {volume}/checkpoints/other; "
+        f"passed over: {passed_over}",
+    ]
 
-    resumed = train(make(volume / "checkpoints" / "run"))
-    assert [step for step, *_ in logged(resumed, "loss")] == list(range(1, STEPS + 1))
-    assert (volume / "checkpoints" / "run" / f"checkpoint-{STEPS}").is_dir()
+    begun: list[int] = []
+    train(make(volume / "checkpoints" / "run", At("on_train_begin", 3, lambda: begun.append(3))))
+    assert begun == [3]
 
 
 def test_a_torn_checkpoint_that_the_trainer_would_take_is_skipped(volume: Path) -> None:
@@ -93,7 +92,8 @@ def test_the_newer_is_taken_of_its_own_directory_and_what_was_saved_just_in_time
     with leaving():
         # It begins with step 7, and is stopped when the directory has step 8.
         train(go_on(At("on_step_end", 9, terminate)), resume_from_checkpoint=newest())
-    shutil.rmtree(volume / "checkpoints" / "checkpoint-9")
+    (just_in_time,) = (volume / "checkpoints").glob("elsewhere-*/checkpoint-9")
+    shutil.rmtree(just_in_time)
     train(go_on(), resume_from_checkpoint=newest())
     assert trained == [[1, 2, 3, 4, 5, 6], [7, 8, 9], [9, 10, 11, 12]]
 

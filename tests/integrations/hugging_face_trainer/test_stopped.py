@@ -142,7 +142,7 @@ def test_outside_the_volume_what_is_saved_just_in_time_is_stored_and_it_says_so(
     assert announced(agent) == [(8, JUST_IN_TIME)]
     assert not agent.requests("BeginSave"), "an agent keeps no room for what it does not get"
     assert [path.name for path in elsewhere.glob("checkpoint-*")] == ["checkpoint-8"]
-    assert [path.name for path in (volume / "checkpoints").glob("checkpoint-*")] == ["checkpoint-8"]
+    assert [path.name for path in (volume / "checkpoints").glob("elsewhere-*/*")] == ["checkpoint-8"]
     assert sum("outside the volume" in message for message in caplog.messages) == 1
 
     # On another machine.

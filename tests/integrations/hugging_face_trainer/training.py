@@ -12,7 +12,7 @@ from tests.client.agent_server import AgentServer
 from tests.integrations.conftest import leaving
 
 from keepstep import protect
-from keepstep.integrations.hugging_face import protection
+from keepstep.framework_run import FrameworkRun
 from keepstep_api.v1 import agent_pb2
 
 transformers = pytest.importorskip("transformers")
@@ -63,7 +63,7 @@ def terminate() -> None:
 def make(output: Path, *callbacks: Any, **arguments: Any) -> Any:
     """A Trainer whose every step depends on the random generators."""
     # As in a process of its own.
-    protection.Protection._trained = False
+    FrameworkRun._trained.clear()
     transformers.set_seed(7)
     config = transformers.LlamaConfig(
         vocab_size=32,

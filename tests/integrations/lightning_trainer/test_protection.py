@@ -29,15 +29,21 @@ def test_a_rank_that_alone_is_not_protected_holds_nobody_up(tmp_path: Path) -> N
     assert ended.output.count("is not protected") == 1
 
 
-def test_a_second_training_is_neither_resumed_nor_announced(
+def test_a_second_training_in_the_same_directory_is_neither_resumed_nor_announced(
     agent: AgentServer, volume: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    fit(make(volume / "checkpoints" / "first", max_steps=4))
-    second = make(volume / "checkpoints" / "second", max_steps=4)
-    integration._begun = True
+    first, second = (make(volume / "checkpoints", max_steps=4) for _ in range(2))
+    fit(first)
     assert steps(fit(second)) == [1, 2, 3, 4]
     assert announced(agent) == [(4, FINAL)]
     assert "keepstep: this training is not protected" in capfd.readouterr().err
+
+
+def test_each_directory_has_a_training_of_its_own(agent: AgentServer, volume: Path) -> None:
+    first, second = (make(volume / "checkpoints" / name, max_steps=4) for name in ("first", "second"))
+    fit(first)
+    assert steps(fit(second)) == [1, 2, 3, 4]
+    assert announced(agent) == [(4, FINAL)] * 2
 
 
 def test_a_tuners_trial_is_not_the_training(agent: AgentServer, volume: Path, tmp_path: Path) -> None:

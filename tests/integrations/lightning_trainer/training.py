@@ -12,7 +12,7 @@ from tests.client.agent_server import AgentServer
 from tests.integrations.conftest import leaving
 
 from keepstep import protect
-from keepstep.integrations import lightning as integration
+from keepstep.framework_run import FrameworkRun
 from keepstep_api.v1 import agent_pb2
 
 pl: Any = pytest.importorskip("lightning.pytorch")
@@ -96,7 +96,7 @@ def terminate() -> None:
 def make(output: Path, *callbacks: Any, every: int = 4, **arguments: Any) -> Any:
     """A Trainer that saves after every so many steps."""
     # As in a process of its own.
-    integration._begun = False
+    FrameworkRun._trained.clear()
     pl.seed_everything(7)
     saving = [ModelCheckpoint(output, every_n_train_steps=every)] if every else []
     settings = {

@@ -17,9 +17,9 @@ from typing import Final
 
 from keepstep_agent.adapters.volume.errors import volume_error
 from keepstep_agent.adapters.volume.shared_volume import Folder, open_volume
-from keepstep_agent.core.errors import ErrorKind, RequestError, VolumeError
+from keepstep_agent.core.errors import ErrorKind, KeepstepError, RequestError, VolumeError
 from keepstep_agent.core.limits import FILES_PER_RANK, PATH_BYTES, PATH_LEVELS
-from keepstep_agent.core.stored.object_layout import check_file_path
+from keepstep_agent.core.stored.object_layout import check_directory, check_file_path
 from keepstep_api.names import STATE_DIRECTORY
 
 _MOST_LINKS: Final = 40
@@ -66,6 +66,16 @@ def resolve_path(volume: Path, path: str) -> str:
             return _Resolver(root, volume).resolve(path)
     except OSError as error:
         raise _unreadable(volume, path, error) from error
+
+
+def directory_of(volume: Path, checkpoint_directory: Path, path: str) -> str:
+    """Return the directory of an announced path as records call it. Empty too if it cannot be had: staging says why."""
+    try:
+        directory = resolve_path(volume, os.path.dirname(path)) or "."  # noqa: PTH120 - as the others here
+        is_default = directory == (resolve_path(volume, str(checkpoint_directory)) or ".")
+    except KeepstepError:
+        return ""
+    return "" if is_default else check_directory(directory)
 
 
 def resolve_files(volume: Path, path: str, files: Sequence[str]) -> dict[str, str]:

@@ -39,12 +39,16 @@ def make_shared_folders(volume: Path, checkpoint_directory: Path) -> None:
         names = path_in(volume, checkpoint_directory).split("/")
         shared += ["/".join(names[:depth]) for depth in range(1, len(names) + 1) if names[0]]
     with contextlib.suppress(OSError), open_volume(volume) as root:
-        mode = os.fstat(root.descriptor).st_mode
         make_own_folder(root).close()
         for path in shared:
-            if not root.exists(path):
-                with root.make_folder(path) as folder:
-                    _share(folder, mode)
+            make_shared_folder(root, path)
+
+
+def make_shared_folder(volume: Folder, path: str) -> None:
+    """Make a folder that the trainer may write to, below folders that exist, if it is missing. Raises OSError."""
+    if not volume.exists(path):
+        with volume.make_folder(path) as folder:
+            _share(folder, os.fstat(volume.descriptor).st_mode)
 
 
 def make_state_directory(volume: Path, state_directory: Path) -> None:

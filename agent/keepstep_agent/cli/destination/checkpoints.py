@@ -20,7 +20,6 @@ from keepstep_agent.catalog.markers import (
     list_snapshots,
     list_step,
     list_weights_alone,
-    newest_committed,
     read_marker,
     saved_at,
 )
@@ -31,7 +30,7 @@ from keepstep_agent.cli.store_options import destination_options
 from keepstep_agent.cli.store_work import as_json_option, opened, print_json, run_work
 from keepstep_agent.core.errors import ErrorKind, StoreError, printable
 from keepstep_agent.core.model import CommitMarker
-from keepstep_agent.core.policies.restore_choice import CommittedSave, newest_first
+from keepstep_agent.core.policies.restore_choice import CommittedSave, by_output, newest_first
 from keepstep_agent.core.quantities import amount
 from keepstep_agent.core.settings.values import RetentionSettings, Settings, StoreSettings, TransferSettings
 from keepstep_agent.ports import StoreReader
@@ -69,7 +68,7 @@ def ls(settings: Settings, newest: int, everything: bool, as_json: bool) -> None
         cells += [
             (
                 str(row.get("step", "")),
-                row.get("name") or row.get("series", ""),
+                _path(row),
                 _kind(row),
                 str(row.get("world_size", "")),
                 amount(row["size_bytes"]) if "size_bytes" in row else "",
@@ -98,7 +97,7 @@ def verify(settings: Settings, step: int | None, everything: bool, as_json: bool
     """Read back checkpoints at DEST and name what is damaged.
 
     Compares every byte with the checksum of what was written. A checkpoint that is deleted meanwhile is not damaged.
-    Without an option these are the newest checkpoint and the newest snapshot of each node.
+    Without an option these are the newest checkpoint of each output directory and the newest snapshot of each node.
     """
     if everything and step is not None:
         raise click.UsageError("give --step or --all, not both")
@@ -218,11 +217,10 @@ async def _ls(settings: StoreSettings, newest: int | None) -> tuple[list[dict[st
     `newest`: how many of the checkpoints and of each node's snapshots; None: all.
     """
     async with opened(settings) as store:
-        groups = [await _announced(store, None if newest is None else newest + 1)]
-        groups += (await list_snapshots(store)).values()
+        groups = [*by_output(await _announced(store)).values(), *(await list_snapshots(store)).values()]
         older = newest is not None and any(len(group) > newest for group in groups)
-        committed = groups[0][:newest]
-        snapshots = [one for group in groups[1:] for one in group[:newest]]
+        listed = [one for group in groups for one in group[:newest]]
+        committed, snapshots = ([one for one in listed if bool(one.series) is wanted] for wanted in (False, True))
         answers: dict[str, CommitMarker | str] = {}
         damaged = dict.fromkeys(await damaged_saves(store), "")
 
@@ -245,9 +243,9 @@ async def _ls(settings: StoreSettings, newest: int | None) -> tuple[list[dict[st
         return checkpoints, snapshot_rows, older
 
 
-async def _announced(store: StoreReader, newest: int | None) -> Sequence[CommittedSave]:
+async def _announced(store: StoreReader) -> Sequence[CommittedSave]:
     """Return the checkpoints, newest first, and among them those of which only the weights are left."""
-    committed = await (list_committed(store) if newest is None else newest_committed(store, newest))
+    committed = await list_committed(store)
     return newest_first([*committed, *await list_weights_alone(store, committed)])
 
 
@@ -257,7 +255,8 @@ def _row(committed: CommittedSave, answer: CommitMarker | str, damage: str | Non
     if isinstance(answer, str):
         return {**row, "problem": answer}
     if not committed.series:
-        row |= {"name": answer.info.name, "kind": answer.info.kind.value, "world_size": answer.info.world_size}
+        info = answer.info
+        row |= {"name": info.name, "directory": info.directory, "kind": info.kind.value, "world_size": info.world_size}
     return {
         **row,
         "file_count": answer.left_files,
@@ -265,6 +264,11 @@ def _row(committed: CommittedSave, answer: CommitMarker | str, damage: str | Non
         "saved_at": answer.saved_at,
         "problem": "" if damage is None else f"a restore found it damaged: {damage or 'it did not say how'}",
     }
+
+
+def _path(row: dict[str, Any]) -> str:
+    name = str(row.get("name") or row.get("series", ""))
+    return f"{row['directory']}/{name}" if row.get("directory") else name
 
 
 def _kind(row: dict[str, Any]) -> str:
@@ -322,15 +326,15 @@ async def _verify(
 
 
 async def _chosen(store: StoreReader, step: int | None, everything: bool) -> list[CommittedSave]:
-    """Return what to verify: a step, or the newest or all of the checkpoints and of each node's snapshots.
+    """Return what to verify: a step, or the newest or all of each output directory and of each node's snapshots.
 
     Where only the weights are left, they are verified too, unless the newest is asked for.
     """
     if step is not None:
         found = await list_step(store, step)
         return [*found, *await list_weights_alone(store, found, step=step)]
-    committed = await (_announced(store, None) if everything else newest_committed(store))
-    groups = [committed, *(await list_snapshots(store)).values()]
+    committed = await (_announced(store) if everything else list_committed(store))
+    groups = [*by_output(committed).values(), *(await list_snapshots(store)).values()]
     return [
         replace(one, saved_at=await saved_at(store, one)) if one.series else one
         for group in groups

@@ -3,7 +3,7 @@
 import asyncio
 import os
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -14,14 +14,14 @@ import click
 
 from keepstep_agent.adapters.volume.errors import volume_error
 from keepstep_agent.adapters.volume.shared_volume import open_volume
-from keepstep_agent.catalog.markers import list_step, list_weights_only, newest_committed
+from keepstep_agent.catalog.markers import list_committed, list_step, list_weights_only
 from keepstep_agent.catalog.reading import CommittedCheckpoint, load
 from keepstep_agent.cli.formatting import progress_line
 from keepstep_agent.cli.store_options import destination_options
 from keepstep_agent.cli.store_work import as_json_option, opened, print_json, run_work
 from keepstep_agent.core.errors import ErrorKind, StoreError, VolumeError, printable
 from keepstep_agent.core.model import is_optimizer_file
-from keepstep_agent.core.policies.restore_choice import CommittedSave
+from keepstep_agent.core.policies.restore_choice import CommittedSave, by_output
 from keepstep_agent.core.quantities import amount
 from keepstep_agent.core.settings.values import Settings
 from keepstep_agent.ports import StoreReader
@@ -44,14 +44,20 @@ class _Fetched:
 @destination_options("transfer.max_concurrency", "retention.optimizer_files")
 @click.argument("directory", metavar="DIR", type=click.Path(file_okay=False, path_type=Path))
 @click.option("--step", type=click.IntRange(min=0), help="Fetch the checkpoint of this step instead of the newest.")
+@click.option("--save", help="Fetch this save; `keepstep ls` shows their ids.")
 @click.option("--weights-only", is_flag=True, help="Leave the optimizer's files out; take what has only weights left.")
 @as_json_option
-def download(settings: Settings, directory: Path, step: int | None, weights_only: bool, as_json: bool) -> None:
+def download(
+    settings: Settings, directory: Path, step: int | None, save: str | None, weights_only: bool, as_json: bool
+) -> None:
     """Fetch one checkpoint at DEST into a new folder in DIR.
 
-    Every byte is verified. Nothing of a run is touched: to go on from a checkpoint is what `keepstep restore` is for.
+    Of a run with several output directories it is one of that which was saved to last. Every byte is verified. Nothing
+    of a run is touched: to go on from a checkpoint is what `keepstep restore` is for.
     """
-    fetched: _Fetched = run_work(settings, _download(settings, directory, step, weights_only=weights_only))
+    if save is not None and step is not None:
+        raise click.UsageError("give --step or --save, not both")
+    fetched: _Fetched = run_work(settings, _download(settings, directory, step, save, weights_only=weights_only))
     if as_json:
         print_json(
             {
@@ -72,9 +78,11 @@ def download(settings: Settings, directory: Path, step: int | None, weights_only
     click.echo(f"{fetched.name} (step {fetched.step}, {size}{what}) is in {printable(str(fetched.path))}")
 
 
-async def _download(settings: Settings, directory: Path, step: int | None, *, weights_only: bool) -> _Fetched:
+async def _download(
+    settings: Settings, directory: Path, step: int | None, save: str | None, *, weights_only: bool
+) -> _Fetched:
     async with opened(settings.store) as store:
-        checkpoint = await load(store, await _chosen(store, settings, step, weights_only=weights_only))
+        checkpoint = await load(store, await _chosen(store, settings, step, save, weights_only=weights_only))
         whole = checkpoint
         if weights_only:
             checkpoint = _without_optimizer(whole, settings.retention.optimizer_patterns)
@@ -92,16 +100,20 @@ async def _download(settings: Settings, directory: Path, step: int | None, *, we
         )
 
 
-async def _chosen(store: StoreReader, settings: Settings, step: int | None, *, weights_only: bool) -> CommittedSave:
-    committed = await (newest_committed(store) if step is None else list_step(store, step))
-    left = await list_weights_only(store, step=step)
+async def _chosen(
+    store: StoreReader, settings: Settings, step: int | None, save: str | None, *, weights_only: bool
+) -> CommittedSave:
+    listed = await (list_committed(store) if step is None else list_step(store, step))
+    committed = _saved_last([one for one in listed if save in {None, one.save}])
+    left = [one for one in await list_weights_only(store, step=step) if save in {None, one.save}]
     if committed:
         # With both markers, because a prune was interrupted or overtaken, its optimizer's files may be gone.
         second = next((one for one in left if one.save == committed[0].save), committed[0])
         return second if weights_only else committed[0]
     if left and weights_only:
         return left[0]
-    what = "no committed checkpoint" if step is None else f"no committed checkpoint of step {step}"
+    which = "" if step is None else f" of step {step}"
+    what = f"no committed checkpoint{which if save is None else f' with the id {save}'}"
     if left:
         raise StoreError(
             ErrorKind.NO_CHECKPOINT,
@@ -111,6 +123,12 @@ async def _chosen(store: StoreReader, settings: Settings, step: int | None, *, w
     raise StoreError(
         ErrorKind.NO_CHECKPOINT, f"{settings.store.destination} has {what}", hint="`keepstep ls` lists the checkpoints"
     )
+
+
+def _saved_last(committed: Sequence[CommittedSave]) -> Sequence[CommittedSave]:
+    """Return those of the output directory that was saved to last, by the store's clock; newest first."""
+    outputs = by_output(committed).values()
+    return max(outputs, key=lambda found: max(one.modified_at for one in found), default=())
 
 
 def _without_optimizer(checkpoint: CommittedCheckpoint, patterns: tuple[str, ...]) -> CommittedCheckpoint:

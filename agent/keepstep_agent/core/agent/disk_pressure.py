@@ -93,28 +93,34 @@ def to_shed(state: State) -> list[Checkpoint]:
     chosen: list[Checkpoint] = []
     if shortage <= 0:
         return chosen
-    newest_safe = _newest_safe(state)
+    newest_safe: dict[str, int] = {}
     for checkpoint in state.unfinished.values():
-        if shortage <= 0 or newest_safe is None or checkpoint.sequence >= newest_safe.sequence:
+        if shortage <= 0:
             break
-        if _may_be_shed(state, checkpoint):
+        key = checkpoint.info.output_key
+        if key not in newest_safe:
+            newest_safe[key] = _newest_safe(state, key)
+        if checkpoint.sequence < newest_safe[key] and _may_be_shed(state, checkpoint):
             chosen.append(checkpoint)
             shortage -= checkpoint.size_bytes
     return chosen
 
 
-def _newest_safe(state: State) -> Checkpoint | None:
-    """Return the newest pinned or durable checkpoint, which supersedes all before it. A snapshot supersedes none.
+def _newest_safe(state: State, output_key: str) -> int:
+    """Return the sequence of an output directory's newest pinned or durable checkpoint; -1 if there is none.
 
-    A checkpoint that is only announced may still turn out to be missing or changed.
+    It supersedes all before it there. A snapshot supersedes none. A checkpoint that is only announced may still turn
+    out to be missing or changed.
     """
     return next(
         (
-            found
+            found.sequence
             for found in reversed(state.checkpoints.values())
-            if not found.info.is_snapshot and (found.durable or found.phase in _PINNED)
+            if not found.info.is_snapshot
+            and found.info.output_key == output_key
+            and (found.durable or found.phase in _PINNED)
         ),
-        None,
+        -1,
     )
 
 
@@ -124,7 +130,7 @@ def _may_be_shed(state: State, checkpoint: Checkpoint) -> bool:
         return False
     if checkpoint.phase is Phase.SEALED:
         # Nothing is left to send: only ranks elsewhere can complete it, and they may have given it up.
-        committed = state.last_announced_committed
+        committed = state.superseded_by(checkpoint)
         return checkpoint.waits_for_others and committed is not None and committed.sequence > checkpoint.sequence
     if checkpoint.phase not in (Phase.STAGED, Phase.UPLOADING) or checkpoint.info.save == state.active_upload:
         return False

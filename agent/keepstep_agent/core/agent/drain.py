@@ -225,7 +225,7 @@ def _exit(state: State) -> Exit:
         for checkpoint in sorted(state.checkpoints.values(), key=lambda checkpoint: -checkpoint.sequence)
         if not checkpoint.durable and checkpoint.phase is not Phase.SHED
     )
-    newest = {checkpoint.info.is_snapshot: checkpoint for checkpoint in state.checkpoints.values()}
+    newest = {(one.info.is_snapshot, one.info.output_key): one for one in state.checkpoints.values()}
     # Checkpoints of earlier agents count too: the journal keeps the newest one.
     nothing_found = () if newest or not state.termination.nothing_found else (state.termination.nothing_found,)
     not_stored = (*state.not_stored, *nothing_found)

@@ -320,19 +320,23 @@ def _abandon(state: State, checkpoint: Checkpoint) -> Iterator[Command]:
 
 
 def _abandoned(state: State) -> Iterator[Checkpoint]:
-    """Yield checkpoints that still wait for ranks although a newer one was committed ten minutes ago.
+    """Yield checkpoints that still wait for ranks although a newer one was committed there ten minutes ago.
 
     A rank, here or elsewhere, died or gave the checkpoint up. If another agent seals it after all, that agent writes
     the marker: the manifest that this agent has written stays in the bucket.
     """
-    newest = state.last_announced_committed
-    if newest is None or state.now - newest.committed_at < _INCOMPLETE_KEPT_SECONDS:
-        return
+    newest = {
+        key: one.sequence
+        for key, one in state.last_committed.items()
+        if state.now - one.committed_at >= _INCOMPLETE_KEPT_SECONDS
+    }
+    last = max(newest.values(), default=-1)
     for checkpoint in state.unfinished.values():
-        if checkpoint.sequence > newest.sequence:
+        if checkpoint.sequence > last:
             return
         elsewhere = checkpoint.phase is Phase.SEALED and checkpoint.waits_for_others
-        if elsewhere or not checkpoint.all_announced:
+        is_superseded = checkpoint.sequence < newest.get(checkpoint.info.output_key, -1)
+        if is_superseded and (elsewhere or not checkpoint.all_announced):
             yield checkpoint
 
 

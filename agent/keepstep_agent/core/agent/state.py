@@ -159,15 +159,16 @@ class State:
     settled: dict[str, Checkpoint] = field(default_factory=dict)
     untold_news: UntoldNews = field(default_factory=UntoldNews)
     just_in_time: dict[str, Checkpoint] = field(default_factory=dict)
-    # The committed checkpoint that a crash now would resume from: newest by step, then by announcement. No snapshot.
+    # The committed checkpoint that a crash now would resume from: of the output directory that was saved to last, the
+    # newest by step, then by announcement. No snapshot.
     newest_committed: Checkpoint | None = None
     # The committed snapshot that was taken last.
     newest_snapshot: Checkpoint | None = None
     # A line for each file of the output directories that no snapshot holds, and why, as of the last look.
     not_stored: tuple[str, ...] = ()
-    # The committed checkpoint that was announced last; it supersedes those announced before it. It may have a lower
-    # step than `newest_committed`, because a run may fall back to an earlier step.
-    last_announced_committed: Checkpoint | None = None
+    # By output directory, the committed checkpoint that was announced last; it supersedes those announced before it
+    # there. It may have a lower step than `newest_committed`, because a run may fall back to an earlier step.
+    last_committed: dict[str, Checkpoint] = field(default_factory=dict)
     _in_flight_of: dict[str, set[WorkId]] = field(default_factory=dict)
     # Save -> its bytes in `coming_bytes`.
     _coming: dict[str, int] = field(default_factory=dict)
@@ -197,8 +198,10 @@ class State:
         return bool(self._coming)
 
     def superseded_by(self, checkpoint: Checkpoint) -> Checkpoint | None:
-        """Return the committed checkpoint, or snapshot if it is one, that was announced last; None if there is none."""
-        return self.newest_snapshot if checkpoint.info.is_snapshot else self.last_announced_committed
+        """Return the committed checkpoint of its output directory, or the snapshot, that was announced last."""
+        return (
+            self.newest_snapshot if checkpoint.info.is_snapshot else self.last_committed.get(checkpoint.info.output_key)
+        )
 
     def is_newest(self, checkpoint: Checkpoint) -> bool:
         """Whether it is the newest committed checkpoint, or the newest committed snapshot."""
@@ -258,10 +261,13 @@ class State:
             self.newest_snapshot = checkpoint if is_last else last
             return
         if is_last:
-            self.last_announced_committed = checkpoint
+            self.last_committed[checkpoint.info.output_key] = checkpoint
         newest = self.newest_committed
-        rank = (checkpoint.info.step, checkpoint.sequence)
-        if newest is None or rank > (newest.info.step, newest.sequence):
+        if newest is None or newest.info.output_key != checkpoint.info.output_key:
+            is_newest = newest is None or checkpoint.sequence > newest.sequence
+        else:
+            is_newest = (checkpoint.info.step, checkpoint.sequence) > (newest.info.step, newest.sequence)
+        if is_newest:
             self.newest_committed = checkpoint
 
     def forget(self, checkpoint: Checkpoint) -> None:

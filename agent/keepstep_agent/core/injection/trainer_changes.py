@@ -66,6 +66,7 @@ def _variables(
         {"name": names.ENV_VOLUME, "value": place.mount_path},
         {"name": names.ENV_CHECKPOINT_DIRECTORY, "value": place.directory},
         {"name": names.ENV_SOCKET, "value": POD_SOCKET},
+        {"name": names.ENV_START, "value": names.CONTAINER},
         *([dict(attempt)] if attempt else []),
         *([{"name": names.ENV_RESTORE, "value": names.LAZY}] if injection.restores_lazily else []),
         {"name": names.ENV_GRPC_FORK_HANDLERS, "value": "0"},

@@ -6,13 +6,13 @@ back.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Final, Literal
 
 from msgspec import Meta, Struct
 
 from keepstep_agent.core.errors import ErrorKind, RequestError, StoreError
-from keepstep_agent.core.limits import PATH_BYTES, PIN_BYTES, Step
+from keepstep_agent.core.limits import PATH_BYTES, PIN_BYTES, PIN_MARKERS
 from keepstep_agent.core.stored import checked_json
 from keepstep_agent.core.stored.checked_json import UndecodableError
 from keepstep_agent.core.stored.object_layout import check_token, parse_marker_key
@@ -24,43 +24,49 @@ _FORMAT_VERSION: Final = 1
 class Pin:
     """What one start of an attempt resumes from.
 
-    `marker` is the commit marker's key; empty (with step 0 and no save): nothing.
+    `markers` are the keys of the commit markers, one of each output directory, in order; none: nothing.
     """
 
     attempt: str
-    step: int = 0
-    save: str = ""
-    marker: str = ""
+    markers: tuple[str, ...] = ()
 
     @property
     def fresh_start(self) -> bool:
-        return not self.marker
+        return not self.markers
+
+    @property
+    def saves(self) -> tuple[str, ...]:
+        """The ids of the saves."""
+        return tuple(parsed[1] for marker in self.markers if (parsed := parse_marker_key(marker)))
+
+    def of_outputs(self) -> dict[str, "Pin"]:
+        """Return the pin of each output directory alone, by its key."""
+        parsed = ((marker, parse_marker_key(marker)) for marker in self.markers)
+        return {found[2]: replace(self, markers=(marker,)) for marker, found in parsed if found}
 
 
 class _PinObject(Struct, forbid_unknown_fields=True, kw_only=True):
     format: Literal[1]
     attempt: str
-    step: Step
-    save: str
-    marker: Annotated[str, Meta(max_length=PATH_BYTES)] | None
+    markers: Annotated[tuple[Annotated[str, Meta(max_length=PATH_BYTES)], ...], Meta(max_length=PIN_MARKERS)]
+
+
+def pin_of(attempt: str, committed: Iterable["CommittedSave"]) -> Pin:
+    """Return the pin of a start that resumes from these saves."""
+    return Pin(attempt=attempt, markers=tuple(sorted(one.key for one in committed)))
 
 
 def encode_pin(pin: Pin) -> bytes:
-    return checked_json.encode(
-        _PinObject(format=_FORMAT_VERSION, attempt=pin.attempt, step=pin.step, save=pin.save, marker=pin.marker or None)
-    )
+    return checked_json.encode(_PinObject(format=_FORMAT_VERSION, attempt=pin.attempt, markers=pin.markers))
 
 
 def decode_pin(body: bytes, key: str) -> Pin:
     """Decode a pin. Raises StoreError(CHECKPOINT_CORRUPT) that names `key`."""
     try:
         value = checked_json.decode(body, _PinObject, limit_bytes=PIN_BYTES)
-        pin = Pin(
-            attempt=check_token(value.attempt, "attempt"), step=value.step, save=value.save, marker=value.marker or ""
-        )
-        named = (0, "") if pin.fresh_start else parse_marker_key(pin.marker)
-        if named != (pin.step, pin.save):
-            raise UndecodableError(f"the marker {pin.marker!r} is not that of step {pin.step} and save {pin.save!r}")
+        pin = Pin(attempt=check_token(value.attempt, "attempt"), markers=value.markers)
+        if len(pin.of_outputs()) != len(pin.markers) or list(pin.markers) != sorted(pin.markers):
+            raise UndecodableError(f"{list(pin.markers)} are not markers of one save for each output directory")
         return pin
     except (UndecodableError, RequestError) as error:
         raise StoreError(
@@ -74,9 +80,9 @@ def decode_pin(body: bytes, key: str) -> Pin:
 class CommittedSave:
     """A save that has a commit marker, as the listing shows it.
 
-    `series` is empty for an announced checkpoint; for a snapshot `step` is its number in the series. `saved_at` only
-    breaks ties: it is read if several saves share a step, and is 0 otherwise. `modified_at` is when the marker was
-    written, by the store's clock.
+    `series` is empty for an announced checkpoint; for a snapshot `step` is its number in the series. `output_key`:
+    which output directory it belongs to. `saved_at` only breaks ties: it is read if several saves share a step, and is
+    0 otherwise. `modified_at` is when the marker was written, by the store's clock.
 
     `weights_only`: only its weights are left, and its marker is of another kind. It is not committed any more.
     """
@@ -85,6 +91,7 @@ class CommittedSave:
     step: int
     save: str
     series: str = ""
+    output_key: str = ""
     saved_at: float = 0.0
     modified_at: float = 0.0
     weights_only: bool = False
@@ -132,15 +139,15 @@ class Generation:
 def may_join(generation: Generation, place: str, committed: Iterable[CommittedSave]) -> bool:
     """Whether a pod that starts now belongs to this generation, which is the newest; else it begins another one.
 
-    It does not if the job has been started since: then the pod's place is taken, or another run than the one that this
-    generation resumes from has committed something. A commit of that same run is no sign: it drains while its
+    It does not if the job has been started since: then the pod's place is taken, or another run than those that this
+    generation resumes from has committed something. A commit of those same runs is no sign: it drains while its
     successors start. `place` is empty if nothing tells the pods of a job apart. tests/model/resume_model.py has every
     kind of restart.
     """
     if place and place in generation.places:
         return False
-    resumed = run_of(generation.pin.save)
-    return not any(one.modified_at > generation.begun_at and run_of(one.save) != resumed for one in committed)
+    resumed = set(map(run_of, generation.pin.saves))
+    return not any(one.modified_at > generation.begun_at and run_of(one.save) not in resumed for one in committed)
 
 
 def run_of(save: str) -> str:
@@ -153,8 +160,19 @@ def newest_first(committed: Iterable[CommittedSave]) -> tuple[CommittedSave, ...
     return tuple(sorted(committed, key=lambda one: (one.step, one.saved_at, one.save), reverse=True))
 
 
+def by_output(committed: Iterable[CommittedSave]) -> dict[str, list[CommittedSave]]:
+    """Return the saves of each output directory, by its key, in their order."""
+    groups: dict[str, list[CommittedSave]] = {}
+    for one in committed:
+        groups.setdefault(one.output_key, []).append(one)
+    return groups
+
+
 def choose(committed: Sequence[CommittedSave], *, pin: Pin | None, failures: Mapping[str, str]) -> Choice:
-    """Return what to try next. `failures` maps the id of each save that was tried to what is wrong with it."""
+    """Return what to try next. `failures` maps the id of each save that was tried to what is wrong with it.
+
+    `committed` are of one output directory, and so is the marker of `pin`.
+    """
     if pin is not None:
         return _obey(committed, pin, failures)
     if not committed:
@@ -174,11 +192,13 @@ def choose(committed: Sequence[CommittedSave], *, pin: Pin | None, failures: Map
 def _obey(committed: Sequence[CommittedSave], pin: Pin, failures: Mapping[str, str]) -> Choice:
     if pin.fresh_start:
         return StartFresh(because=f"this start of attempt {pin.attempt} is pinned to start from step 0")
-    which = f"step {pin.step} (save {pin.save}), which this start of {pin.attempt} resumes from,"
+    (parsed,) = filter(None, map(parse_marker_key, pin.markers))
+    step, save, _ = parsed
+    which = f"step {step} (save {save}), which this start of {pin.attempt} resumes from,"
     hint = "start all pods of the run again, or give it a new attempt: it takes the newest that can be restored"
-    if pin.save in failures:
-        return GiveUp(because=f"{which} cannot be restored: {failures[pin.save]}", hint=hint)
+    if save in failures:
+        return GiveUp(because=f"{which} cannot be restored: {failures[save]}", hint=hint)
     for one in committed:
-        if one.save == pin.save:
+        if one.save == save:
             return Take(committed=one, because=f"this start of attempt {pin.attempt} is pinned to it")
     return GiveUp(because=f"{which} is no longer at the destination", hint=hint)

@@ -50,7 +50,7 @@ from keepstep_agent.core.model import (
 )
 from keepstep_agent.core.stored import checked_json
 from keepstep_agent.core.stored.checked_json import UndecodableError, UnknownFormatError
-from keepstep_agent.core.stored.object_layout import check_file_path, check_link, check_token
+from keepstep_agent.core.stored.object_layout import check_directory, check_file_path, check_link, check_token
 from keepstep_agent.core.stored.packs_and_parts import LARGEST_PACK_BYTES
 
 _FORMAT_VERSION: Final = 1
@@ -64,12 +64,14 @@ class StoredObject(Struct, forbid_unknown_fields=True, omit_defaults=True, kw_on
     """Unknown fields are refused, so no input can be nested deeper than these types."""
 
 
-class _Save(StoredObject):
+class _Save(StoredObject, kw_only=True):
     save: str
     name: str
     step: Step
     kind: Kind
     world_size: WorldSize
+    directory: PathText = ""
+    output: PathText = ""
     checksum: Literal["crc64nvme"]
 
 
@@ -105,7 +107,7 @@ class _Rank(StoredObject):
     owners: Annotated[tuple[_Owner, ...], Meta(max_length=FILES_PER_RANK)] = ()
 
 
-class _Manifest(_Save):
+class _Manifest(_Save, kw_only=True):
     format: Literal[1]
     ranks: Annotated[tuple[_Rank, ...], Meta(min_length=1, max_length=LOCAL_RANKS)]
 
@@ -117,7 +119,7 @@ class _Reference(StoredObject):
     checksum: _Checksum
 
 
-class MarkerObject(_Save):
+class MarkerObject(_Save, kw_only=True):
     format: Literal[1]
     saved_at: Moment
     size: Count
@@ -322,6 +324,8 @@ def _decode_info(value: _Save) -> SaveInfo:
         step=value.step,
         kind=value.kind,
         world_size=value.world_size,
+        directory=check_directory(value.directory),
+        output=check_directory(value.output),
     )
 
 

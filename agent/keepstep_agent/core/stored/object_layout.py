@@ -5,8 +5,9 @@
 <name>/<save>/.keepstep/pack-00003-00000.tar       many small files of one rank; the manifest says which and where
 <name>/<save>/.keepstep/base.json                  reservation: the snapshot that this one shares objects with
 .keepstep/commits/<n>.<save>.json                  commit marker; n is 999999999999 - step: the newest is listed first
+.keepstep/commits/<n>.<save>@<key>.json            the same, of a save that belongs to another output directory
 .keepstep/snapshots/<name>/<n>.<save>.json         commit marker of a snapshot; the name is its series, n as above
-.keepstep/weights/<n>.<save>.json                 marker of a save that has lost its optimizer's files; n as above
+.keepstep/weights/<n>.<save>[@<key>].json          marker of a save that has lost its optimizer's files; n as above
 .keepstep/pruned/<save>/<prune>                    tombstone: a prune is about to delete that snapshot
 .keepstep/resume/<attempt>/<generation>.json       the pin: what a start of this attempt resumes from
 .keepstep/resume/<attempt>/<generation>.<place>.pod    that pod of the start has it on its disk
@@ -49,8 +50,9 @@ LEDGER_PREFIX: Final = f"{STATE_DIRECTORY}/ledger/"
 _LEDGER_KEY: Final = re.compile(rf"{re.escape(LEDGER_PREFIX)}({_TOKEN.pattern})/([0-9]{{13}})-({_TOKEN.pattern})\.json")
 _NO_ATTEMPT: Final = "none"
 WEIGHTS_PREFIX: Final = f"{STATE_DIRECTORY}/weights/"
-_WEIGHTS_KEY: Final = re.compile(rf"{re.escape(WEIGHTS_PREFIX)}([0-9]{{12}})\.({_TOKEN.pattern})\.json")
-_MARKER_KEY: Final = re.compile(rf"{re.escape(COMMITS_PREFIX)}([0-9]{{12}})\.({_TOKEN.pattern})\.json")
+_NUMBERED: Final = rf"([0-9]{{12}})\.({_TOKEN.pattern})(?:@([0-9a-f]{{12}}))?\.json"
+_WEIGHTS_KEY: Final = re.compile(re.escape(WEIGHTS_PREFIX) + _NUMBERED)
+_MARKER_KEY: Final = re.compile(re.escape(COMMITS_PREFIX) + _NUMBERED)
 SNAPSHOTS_PREFIX: Final = f"{STATE_DIRECTORY}/{SNAPSHOTS_DIRECTORY}/"
 _SNAPSHOT_KEY: Final = re.compile(
     rf"{re.escape(SNAPSHOTS_PREFIX)}({_TOKEN.pattern})/([0-9]{{12}})\.({_TOKEN.pattern})\.json"
@@ -95,6 +97,19 @@ def check_file_path(path: str) -> str:
         raise _bad_name(f"{path[:60]!r}… is too long", "shorten the path: S3 keys have 1,024 bytes at most")
     if any(len(part.encode()) > _NAME_BYTES for part in parts):
         raise _bad_name(f"{path[:60]!r}… has a name of more than 255 bytes", "shorten that name")
+    return path
+
+
+def check_directory(path: str) -> str:
+    """Return `path` if it can be a directory in the volume that checkpoints were saved in; else raise RequestError.
+
+    Relative to the volume: `.` is the volume itself, and an empty path the checkpoint directory.
+    """
+    names = path.split("/")
+    if names[0] == STATE_DIRECTORY or (path not in {"", "."} and any(name in {"", ".", ".."} for name in names)):
+        raise _bad_name(f"{path[:200]!r} is no directory for checkpoints", "use one below the volume")
+    if any(ord(character) < 0x20 or ord(character) == 0x7F for character in path):
+        raise _bad_name(f"the directory {path[:200]!r} has a control character", "rename the directory")
     return path
 
 
@@ -226,7 +241,11 @@ def step_prefix(step: int) -> str:
 def marker_key(info: SaveInfo) -> str:
     if info.kind is Kind.SNAPSHOT:
         return snapshot_key(SnapshotId(series=info.name, number=info.step, save=info.save))
-    return f"{step_prefix(info.step)}{info.save}.json"
+    return f"{step_prefix(info.step)}{_numbered(info)}"
+
+
+def _numbered(info: SaveInfo) -> str:
+    return f"{info.save}@{info.output_key}.json" if info.output_key else f"{info.save}.json"
 
 
 def series_prefix(series: str) -> str:
@@ -246,19 +265,19 @@ def weights_step_prefix(step: int) -> str:
 
 def weights_key(info: SaveInfo) -> str:
     """Return the key of the marker that a save has once only its weights are left."""
-    return f"{weights_step_prefix(info.step)}{info.save}.json"
+    return f"{weights_step_prefix(info.step)}{_numbered(info)}"
 
 
-def parse_weights_key(key: str) -> tuple[int, str] | None:
-    """Return (step, save) of the marker of a save of which only the weights are left; None for any other key."""
+def parse_weights_key(key: str) -> tuple[int, str, str] | None:
+    """As `parse_marker_key`, for the marker of a save of which only the weights are left."""
     match = _WEIGHTS_KEY.fullmatch(key)
-    return (STEP - int(match[1]), match[2]) if match else None
+    return (STEP - int(match[1]), match[2], match[3] or "") if match else None
 
 
-def parse_marker_key(key: str) -> tuple[int, str] | None:
-    """Return (step, save) of an announced checkpoint's marker; None for any other key."""
+def parse_marker_key(key: str) -> tuple[int, str, str] | None:
+    """Return (step, save, key of the output directory) of an announced checkpoint's marker; None for any other key."""
     match = _MARKER_KEY.fullmatch(key)
-    return (STEP - int(match[1]), match[2]) if match else None
+    return (STEP - int(match[1]), match[2], match[3] or "") if match else None
 
 
 def parse_snapshot_key(key: str) -> SnapshotId | None:

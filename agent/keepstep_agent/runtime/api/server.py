@@ -142,6 +142,7 @@ class AgentService(agent_pb2_grpc.AgentServicer):
                 local_world_size=max(1, request.local_world_size),
                 files=tuple(request.files),
                 others=tuple(request.others),
+                output=request.output,
                 stall_seconds=request.stall_seconds,
                 units=tuple((check_token(one.name, "unit"), one.done) for one in request.units),
             )
@@ -204,10 +205,14 @@ class AgentService(agent_pb2_grpc.AgentServicer):
     async def ListRestorable(
         self, request: agent_pb2.ListRestorableRequest, context: Any
     ) -> agent_pb2.ListRestorableResponse:
-        found = await self._fetches.restorable(request.wait_ms / 1000)
+        output_key = request.output_key if request.HasField("output_key") else None
+        found = await self._fetches.restorable(output_key, request.wait_ms / 1000)
         return agent_pb2.ListRestorableResponse(
             ready=found.committed is not None,
-            checkpoints=[agent_pb2.RestorableCheckpoint(step=one.step, save=one.save) for one in found.committed or ()],
+            checkpoints=[
+                agent_pb2.RestorableCheckpoint(step=one.step, save=one.save, output_key=one.output_key)
+                for one in found.committed or ()
+            ],
             storage_error=found.storage_error,
         )
 

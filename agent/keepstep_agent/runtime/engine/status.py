@@ -36,6 +36,8 @@ def describe_checkpoint(checkpoint: Checkpoint) -> agent_pb2.Checkpoint:
         announced_at=checkpoint.announced_at,
         committed_at=checkpoint.committed_at,
         reason=checkpoint.reason,
+        directory=checkpoint.info.directory,
+        output_key=checkpoint.info.output_key,
     )
 
 

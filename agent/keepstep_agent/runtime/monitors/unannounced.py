@@ -119,6 +119,7 @@ class UnannouncedRecovery:
                 local_world_size=len(ranks),
                 files=recorded.files,
                 others=recorded.others,
+                output=recorded.output,
                 signature=recorded.signature,
                 recorded_at=recorded.saved_at,
             )
@@ -147,6 +148,8 @@ async def _is_committed(store: StoreReader, recorded: RecordedCheckpoint) -> boo
         step=recorded.step,
         kind=recorded.kind,
         world_size=recorded.world_size,
+        directory=recorded.directory,
+        output=recorded.output,
     )
     # One rank's manifest is enough, and costs one request.
     announced = AnnouncementTime(at=recorded.saved_at, recorded_at=recorded.saved_at)

@@ -226,7 +226,14 @@ async def run_agent(settings: Settings, *, fresh: bool = False, parent_pid: int 
         # First in the queue: a notice that arrives as soon as we serve belongs to this life.
         engine.post(Started(at=clock.now(), fresh=fresh))
         live_ranks = LiveRanks(RankLocks(volume))
-        announcements = Announcements(engine=engine, clock=clock, volume=volume, staging=staging, workers=executor)
+        announcements = Announcements(
+            engine=engine,
+            clock=clock,
+            volume=volume,
+            checkpoint_directory=Path(settings.checkpoint_directory),
+            staging=staging,
+            workers=executor,
+        )
         mirror = (
             Mirror(engine=engine, settings=settings, clock=clock, executor=monitor_threads, parent_pid=parent_pid)
             if settings.watch

@@ -190,7 +190,8 @@ class Runner:
             with open_state_directory(Path(self._settings.volume), Path(self._settings.state_directory)) as folder:
                 status = folder.status(RESUMED)
                 record = json.loads(folder.read(RESUMED, RECORD_BYTES))
-            path = Path(self._settings.checkpoint_directory) / record["name"]
+            directory = Path(self._settings.volume, record.get("directory") or self._settings.checkpoint_directory)
+            path = directory / record["name"]
         except (OSError, ValueError, LookupError, TypeError):
             return _Resumed()
         return _Resumed(path=str(path), written=(status.st_ino, status.st_mtime_ns))

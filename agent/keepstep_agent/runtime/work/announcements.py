@@ -6,7 +6,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from keepstep_agent.adapters.volume.announced_files import check_path
+from keepstep_agent.adapters.volume.announced_files import check_path, directory_of
 from keepstep_agent.adapters.volume.content_check import content_signature
 from keepstep_agent.core.agent.announcements import check_announcement, known_announcement, same_content
 from keepstep_agent.core.agent.checkpoint import Checkpoint
@@ -14,6 +14,7 @@ from keepstep_agent.core.agent.events import Announced
 from keepstep_agent.core.agent.state import State
 from keepstep_agent.core.errors import ErrorKind, KeepstepError, RequestError
 from keepstep_agent.core.model import Kind, Phase, SaveInfo
+from keepstep_agent.core.stored.object_layout import check_directory
 from keepstep_agent.ports import Clock, StagingArea
 from keepstep_agent.runtime.engine.engine import Engine
 
@@ -28,6 +29,7 @@ class Announcement:
         save: By default the agent makes one, which begins with `attempt` if there is one.
         files: Paths below `path`. By default everything below it.
         others: Paths below `path` of the program's own files, which it may write to again; only with `files`.
+        output: The output directory that it belongs to, relative to the volume. By default that of `path`.
         signature: That of the content which the caller has seen and means. By default that of the files as they are.
         recorded_at: When the client recorded the checkpoint, if it is announced by that record. Unix seconds.
         stall_seconds: How long training stood still for it; 0: not known.
@@ -45,6 +47,7 @@ class Announcement:
     local_world_size: int = 1
     files: tuple[str, ...] = ()
     others: tuple[str, ...] = ()
+    output: str = ""
     signature: str = ""
     recorded_at: float | None = None
     stall_seconds: float = 0.0
@@ -60,6 +63,7 @@ class Announcements:
         engine: Engine,
         clock: Clock,
         volume: Path,
+        checkpoint_directory: Path,
         staging: StagingArea,
         workers: Executor,
     ) -> None:
@@ -69,6 +73,7 @@ class Announcements:
         self._workers = workers
         self._clock = clock
         self._volume = volume
+        self._checkpoint_directory = checkpoint_directory
 
     async def announce(self, announcement: Announcement) -> Checkpoint:
         """Announce; return once the files are staged (or wait for other local ranks). Raises why they cannot be."""
@@ -82,6 +87,9 @@ class Announcements:
         path = announcement.path.rstrip("/") or "/"
         files = set(announcement.files)
         signature = announcement.signature or await self._signature(announcement, path)
+        directory = await asyncio.get_running_loop().run_in_executor(
+            self._workers, directory_of, self._volume, self._checkpoint_directory, path
+        )
         event = Announced(
             at=self._clock.now(),
             info=SaveInfo(
@@ -90,6 +98,8 @@ class Announcements:
                 step=announcement.step,
                 kind=announcement.kind,
                 world_size=announcement.world_size,
+                directory=directory,
+                output=check_directory(announcement.output),
             ),
             rank=announcement.rank,
             path=path,

@@ -130,13 +130,14 @@ class Fetches:
             return None
         return self._progress(fetch, fetch.done_bytes, fetch.wanted_bytes)
 
-    async def restorable(self, wait_seconds: float) -> Restorable:
-        """Return the newest that are committed and not known to be damaged. Waits so long for a store that is away.
+    async def restorable(self, output_key: str | None, wait_seconds: float) -> Restorable:
+        """Return the newest that are committed and not known to be damaged, of an output directory or of all.
 
-        Raises StoreError(CHECKPOINT_CORRUPT) if there are checkpoints and all of them are damaged.
+        Waits so long for a store that is away. Raises StoreError(CHECKPOINT_CORRUPT) if there are some, and all of them
+        are damaged.
         """
         self._was_asked = True
-        return await self._listing.until(_after(wait_seconds))
+        return await self._listing.until(_after(wait_seconds), output_key=output_key)
 
     async def fetch(self, save: str, ranges: Sequence[FileRange], *, whole: bool, wait_seconds: float) -> FetchProgress:
         """Ask for all of a committed checkpoint or for ranges of its files, and wait so long.
@@ -150,7 +151,7 @@ class Fetches:
         if save in self._listing.failures:
             raise checkpoint_corrupt(f"save {save} cannot be restored: {self._listing.failures[save]}")
         if self._is_unknown(save):
-            listed = await self._listing.until(give_up_at, further_back=True)
+            listed = await self._listing.until(give_up_at)
             if listed.committed is None:
                 return FetchProgress(save=save, step=0, storage_error=listed.storage_error)
         fetch = self._begin(save)
@@ -234,7 +235,8 @@ class Fetches:
         if not self._guesses:
             return
         try:
-            committed = await self._listing.read()
+            # Of several output directories, the training that saved last has most likely not ended.
+            committed = sorted(await self._listing.read(), key=lambda one: one.modified_at, reverse=True)
             self._newest_at_start = committed[0] if committed else None
             if self._first_announced is not None:
                 # The program was faster than the store.

@@ -74,8 +74,7 @@ class Pruner:
         if horizon is not None and not self._whole_is_due(retention, now):
             # The last one may be below the horizon, because a run may fall back. Where rank 0 is elsewhere, the agent
             # there prunes.
-            last = [state.last_announced_committed] if state.last_announced_committed else []
-            own = [one.info for one in (*newest, *last) if 0 in one.contributions]
+            own = [one.info for one in (*newest, *state.last_committed.values()) if 0 in one.contributions]
             recent = await prune_recent(
                 store,
                 retention,

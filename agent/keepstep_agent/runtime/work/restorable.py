@@ -7,14 +7,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
-from keepstep_agent.catalog.markers import list_committed, newest_committed
+from keepstep_agent.catalog.markers import list_committed
 from keepstep_agent.catalog.weights_only import refuse_fresh_start
 from keepstep_agent.core.errors import KeepstepError, StoreError, checkpoint_corrupt, retry_delay_seconds
-from keepstep_agent.core.policies.restore_choice import CommittedSave
+from keepstep_agent.core.policies.restore_choice import CommittedSave, by_output, newest_first
 from keepstep_agent.runtime.work.ready_store import ReadyStore
 
 _NEWEST: Final = 20
-"""How many checkpoints a pod offers its peers: they choose the newest that all of them name."""
+"""How many checkpoints of an output directory a pod offers its peers: they choose the newest that all of them name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,15 +33,15 @@ class RestorableListing:
         self.failures: dict[str, str] = {}
         self._store = store
 
-    async def until(self, give_up_at: float, *, further_back: bool = False) -> Restorable:
-        """List what is committed; again and again, until this time of the loop's clock, if the store is away."""
+    async def until(self, give_up_at: float, *, output_key: str | None = None) -> Restorable:
+        """As `read`; again and again, until this time of the loop's clock, if the store is away."""
         storage_error = "the store has not answered yet"
         with suppress(TimeoutError):
             async with asyncio.timeout_at(give_up_at):
                 attempt = 1
                 while True:
                     try:
-                        return Restorable(committed=await self.read(further_back=further_back))
+                        return Restorable(committed=await self.read(output_key=output_key))
                     except StoreError as failure:
                         delay_seconds = retry_delay_seconds(failure.kind, attempt, random.random())  # noqa: S311 - jitter
                         if delay_seconds is None:
@@ -51,19 +51,21 @@ class RestorableListing:
                     await asyncio.sleep(delay_seconds)
         return Restorable(committed=None, storage_error=storage_error)
 
-    async def read(self, *, further_back: bool = False) -> Sequence[CommittedSave]:
-        """Return the newest, or with `further_back` all. Raises StoreError."""
+    async def read(self, *, output_key: str | None = None) -> Sequence[CommittedSave]:
+        """Return the newest that can be restored of this output directory, or of each. Raises StoreError.
+
+        That is StoreError(CHECKPOINT_CORRUPT) if there are some and none can be restored.
+        """
         store = await self._store.get()
-        committed = await (list_committed(store) if further_back else newest_committed(store, _NEWEST))
-        if not committed:
+        outputs = by_output(await list_committed(store))
+        if not outputs:
             await refuse_fresh_start(store)
-        usable = [one for one in committed if one.save not in self.failures]
-        if committed and not usable and not further_back:
-            return await self.read(further_back=True)
-        if committed and not usable:
+        self.known = {one.save: one for found in outputs.values() for one in found}
+        wanted = [found for key, found in outputs.items() if output_key in {None, key}]
+        usable = [[one for one in found if one.save not in self.failures][:_NEWEST] for found in wanted]
+        if wanted and not any(usable):
             raise checkpoint_corrupt("none of the committed checkpoints can be restored")
-        self.known = {one.save: one for one in usable}
-        return usable if further_back else usable[:_NEWEST]
+        return newest_first([one for found in usable for one in found])
 
 
 def line_of(error: KeepstepError) -> str:

@@ -51,9 +51,7 @@ class _EvaluationLeftError(Exception):
 
 
 class Protection(TrainerCallback):  # type: ignore[misc]  # transformers may not be installed where mypy is
-    """Protects one Trainer while `train` runs, in the first training of this process only. One of its callbacks."""
-
-    _trained = False
+    """Protects one Trainer while `train` runs. One of its callbacks."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
@@ -87,7 +85,9 @@ class Protection(TrainerCallback):  # type: ignore[misc]  # transformers may not
             if resume_from_checkpoint and resume_from_checkpoint is not True:
                 self._resumed = Path(resume_from_checkpoint)
                 resume_from_checkpoint = str(resume_from_checkpoint)
-            return train(resume_from_checkpoint, *arguments, **keywords)
+            result = train(resume_from_checkpoint, *arguments, **keywords)
+            run.ended(self._output)
+            return result
         finally:
             self._run = None
             if not run.stopping:
@@ -201,18 +201,19 @@ class Protection(TrainerCallback):  # type: ignore[misc]  # transformers may not
         trainer = self._trainer
         if self._run is not None or not owns(Owner.TRAINER):
             return None
-        if Protection._trained or getattr(trainer, "hp_search_backend", None) is not None:
-            warn("this training is not protected: a run is one training, and this is one of several")
+        if getattr(trainer, "hp_search_backend", None) is not None:
+            warn("this training is not protected: it is one of a search for hyperparameters")
             return None
-        Protection._trained = True
         try:
             remove_own_just_in_time(trainer.callback_handler)
-            run = FrameworkRun.current()
+            run = FrameworkRun.for_training(self._output)
         except (KeepstepError, AttributeError) as error:
             warn(f"{type(trainer).__qualname__} is not protected: {reason(error)}")
             return None
+        if run is None:
+            return None
         # Only says so: what Keepstep has saved lies in the volume in any case.
-        run.protects(Path(trainer.args.output_dir) / "checkpoint-*")
+        run.protects(Path(self._output) / "checkpoint-*")
         run.hold_sigterm()
         saves = trainer.args.should_save or trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled
         if saves and self._asynchronous(run):
@@ -230,26 +231,20 @@ class Protection(TrainerCallback):  # type: ignore[misc]  # transformers may not
         return run.same(0, is_last) and is_last
 
     def _last_in_its_directory(self) -> Path | None:
-        output = Path(self._trainer.args.output_dir).absolute()
+        output = Path(self._output).absolute()
         last = trainer_utils.get_last_checkpoint(output) if output.is_dir() else None
         return None if last is None else Path(last)
 
     def _newest(self, run: FrameworkRun, wish: Any) -> Any:
-        """Return what to resume from. `wish`: None if the program says nothing, else the newest in its directory.
+        """Return what to resume from. `wish`: None if the program says nothing, else the newest in its directory."""
+        last = None if wish is None else self._last_in_its_directory()
+        step = int(last.name.rpartition("-")[2]) if last else -1
+        return run.newest(self._output, found=last, found_step=step) or wish
 
-        That directory may lie outside the volume and outlive a pod. What it holds is taken if it is newer than what
-        Keepstep knows, and the same on all ranks.
-        """
-        newest = run.newest()
-        if wish is not None and not run.holds(Path(self._trainer.args.output_dir).absolute()):
-            last = self._last_in_its_directory()
-            step = int(last.name.rpartition("-")[2]) if last else -1
-            known = (run.recorded_step(newest) or 0) if newest else -1
-            if run.same(0, step) and step > known:
-                return wish
-        if newest and wish and wish is not True and newest.resolve() != Path(wish).resolve():
-            _log.info("the program found %s, and resumes from a newer checkpoint: path=%s", wish, newest)
-        return newest or wish
+    @property
+    def _output(self) -> str:
+        """The Trainer's output directory, as the program gave it."""
+        return str(self._trainer.args.output_dir)
 
     @property
     def _step(self) -> int:
@@ -332,15 +327,15 @@ class Protection(TrainerCallback):  # type: ignore[misc]  # transformers may not
     def _save(self) -> None:
         """Save all of this step, unless that is saved already: an agent may be uploading those files.
 
-        Into the checkpoint directory if the Trainer's own directory lies outside the volume. Killed in the middle, it
-        leaves no `checkpoint-*`, which the Trainer would resume from in vain.
+        Into a folder of the checkpoint directory if the Trainer's own directory lies outside the volume. Killed in the
+        middle, it leaves no `checkpoint-*`, which the Trainer would resume from in vain.
         """
         trainer, run = self._trainer, self._run
         if run is None or self._saved_step == self._step:
             return
         checkpoint = self._checkpoint
         if not run.holds(checkpoint):
-            checkpoint = run.checkpoint_directory / checkpoint.name
+            checkpoint = run.in_volume(self._output) / checkpoint.name
 
         def write(path: Path) -> None:
             weights_alone = self._saves_weights_alone

@@ -1,7 +1,6 @@
 """Lightning: announces a Trainer's checkpoints, saves just in time and leaves, and resumes.
 
-Owns where a Trainer is wrapped: one callback, and its `fit`. What happens there is in `protection`. Only the first
-`fit` of a process is protected: a run is one training, which must not resume from what a later one saved.
+Owns where a Trainer is wrapped: one callback, and its `fit`. What happens there is in `protection`.
 """
 
 import functools
@@ -9,15 +8,11 @@ import inspect
 from types import ModuleType
 from typing import Any, Final
 
-from keepstep.autoload.post_import import warn
 from keepstep.integrations.lightning.protection import Protection, make_protection
 from keepstep.integrations.ownership import Owner, claim, protect_new
 
 _MODULE: Final = ".trainer.trainer"
 """The module in which both packages have their Trainer, after the package's name."""
-
-_begun = False
-"""Whether this process has begun the training that it protects."""
 
 
 def install(trainer: Any) -> None:
@@ -29,8 +24,7 @@ def install(trainer: Any) -> None:
     # Not a closure: a strategy that spawns its ranks pickles the Trainer for them.
     trainer.fit = functools.update_wrapper(functools.partial(_fit, protection, trainer.fit), trainer.fit)
     trainer.callbacks.append(protection)
-    if not _begun:
-        protection.choose_directory(trainer)
+    protection.choose_directory(trainer)
 
 
 def autoload(module: ModuleType) -> None:
@@ -39,15 +33,9 @@ def autoload(module: ModuleType) -> None:
 
 
 def _fit(protection: Protection, fit: Any, *arguments: Any, **keywords: Any) -> Any:
-    global _begun
     if any(getattr(callback, "_early_exit", False) for callback in fit.__self__.callbacks):
         # A Tuner's trial is not a training.
         return fit(*arguments, **keywords)
-    if _begun:
-        warn("this training is not protected: a run is one training, and this process has had its own")
-        protection.leave_directory()
-        return fit(*arguments, **keywords)
-    _begun = True
     claim(Owner.TRAINER)
     given = inspect.signature(fit).bind(*arguments, **keywords).arguments
     protection.arm(fit.__self__, resumes=given.get("ckpt_path") in (None, "last"))

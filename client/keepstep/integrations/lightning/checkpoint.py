@@ -81,7 +81,10 @@ def owe_what_follows(trainer: Any, checkpoint: dict[str, Any]) -> None:
 
 
 def keep_random_states(trainer: Any, run: FrameworkRun, checkpoint: dict[str, Any], own: dict[str, Any]) -> None:
-    """Put the random states into the checkpoint: in rank 0's those of all ranks, in any other rank's its own."""
+    """Put the random states into the checkpoint: in rank 0's those of all ranks, in any other rank's its own.
+
+    `own` has them as they are now, and as they were before this epoch's iterators were made.
+    """
     states = {trainer.global_rank: own}
     gathered = run.gather(trainer.global_step, _encode(own))
     if gathered is not None:
@@ -111,6 +114,27 @@ def _decode(text: str) -> dict[str, Any]:
 
     state: dict[str, Any] = torch.load(io.BytesIO(base64.b64decode(text)), map_location="cpu", weights_only=True)
     return state
+
+
+def skip_batches(trainer: Any) -> None:
+    """Skip the batches of this epoch that were trained before training was stopped, as far as loaders do not.
+
+    Call it before the first batch. The random states must be those of the epoch's start when the iterators are made.
+    """
+    fit_loop = trainer.fit_loop
+    done = fit_loop.epoch_loop.batch_progress.current.processed
+    fetcher = fit_loop._data_fetcher
+    if not 0 < done < trainer.num_training_batches or fit_loop.epoch_loop.batch_progress.is_last_batch:
+        return
+    is_stateful = any(hasattr(loader, "load_state_dict") for loader in fit_loop._combined_loader.flattened)
+    if is_stateful or _is_a(fetcher, "_DataLoaderIterDataFetcher"):
+        if not all(hasattr(loader, "load_state_dict") for loader in fit_loop._combined_loader.flattened):
+            _log.warning("the data of this epoch begin anew: batches_done=%d hint=use a loader that is stateful", done)
+        return
+    for _ in range(done):
+        next(fetcher)
+    # The loop itself counts them.
+    fetcher.fetched -= done
 
 
 def tell_samplers_epoch(trainer: Any) -> None:

@@ -34,18 +34,40 @@ def directory_for(trainer: Any) -> Path | None:
     return None if has_chosen else directory
 
 
+def has_numbered_versions(trainer: Any) -> bool:
+    """Whether a logger will number the folder of this Trainer's checkpoints anew at each start."""
+    logger = next(iter(trainer.loggers), None)
+    return logger is not None and not any(getattr(logger, name, None) for name in ("_version", "_id", "_run_id"))
+
+
+def outputs_of(trainer: Any, *, numbered: bool) -> list[Path]:
+    """Return the output directory of each ModelCheckpoint: where it writes, without the number of a version.
+
+    As Lightning itself chooses it in `ModelCheckpoint.setup`, where the program has not.
+    """
+    logger = next(iter(trainer.loggers), None)
+    if logger is None:
+        default = Path(trainer.default_root_dir, "checkpoints")
+    else:
+        default = Path(logger.save_dir or trainer.default_root_dir, str(logger.name))
+        if not numbered:
+            version = logger.version if isinstance(logger.version, str) else f"version_{logger.version}"
+            default = default / version / "checkpoints"
+    return [Path(callback.dirpath or default) for callback in model_checkpoints(trainer)]
+
+
 def put_into(directory: Path, trainer: Any) -> list[Any]:
     """Let each ModelCheckpoint that has no directory write to this one, as all share one without Keepstep; return them.
 
     On every rank, before Lightning resolves the directory in their `setup`.
     """
-    moved = [callback for callback in _model_checkpoints(trainer) if callback.dirpath is None]
+    moved = [callback for callback in model_checkpoints(trainer) if callback.dirpath is None]
     for callback in moved:
         callback.dirpath = str(directory)
     return moved
 
 
-def _model_checkpoints(trainer: Any) -> Iterator[Any]:
+def model_checkpoints(trainer: Any) -> Iterator[Any]:
     for callback in trainer.callbacks:
         if any(cls.__name__ == "ModelCheckpoint" for cls in type(callback).__mro__):
             yield callback

@@ -50,11 +50,17 @@ class Protection:
         self._resumed_name = ""
         self._random_states: dict[str, Any] | None = None
         """The states of the checkpoint that training resumes from."""
+        self._at_epoch: dict[str, Any] = {}
+        """The states before the iterators of this epoch were made, which draw its order of the data from them."""
         self._before_validation: dict[str, Any] = {}
         self._validates_evenly = False
         self._directory: Path | None = None
         """Where the ModelCheckpoints write that have no directory of their own."""
         self._moved: list[Any] = []
+        self._numbered = False
+        """Whether a logger numbers the folder of the checkpoints anew at each start."""
+        self._outputs: list[Path] = []
+        """The output directories of this training, one for each ModelCheckpoint."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return make_protection, (self._package,), self.__dict__
@@ -62,10 +68,11 @@ class Protection:
     def choose_directory(self, trainer: Any) -> None:
         """Let the checkpoints of a new Trainer, whose program names no directory, be written where they are stored."""
         self._directory = directory.directory_for(trainer)
+        self._numbered = directory.has_numbered_versions(trainer)
         self._put_into_directory(trainer)
 
-    def leave_directory(self) -> None:
-        """Undo `choose_directory`, unless a training was protected: the files of another one would mix with its own."""
+    def _leave_directory(self) -> None:
+        """Undo `choose_directory`, where a training is not protected: its files would mix with another one's."""
         for callback in self._moved:
             callback.dirpath = None
         self._directory, self._moved = None, []
@@ -96,14 +103,16 @@ class Protection:
             return
         # Those of the model's `configure_callbacks`: Lightning puts them last, so they are set up after this.
         self._put_into_directory(trainer)
-        if self._moved and trainer.is_global_zero:
-            _log.info("the program names no directory for its checkpoints: they go to %s", self._directory)
         # After the ModelCheckpoints: a step that one of them has just saved need not be saved again.
         trainer.callbacks = [callback for callback in trainer.callbacks if callback is not self] + [self]
         try:
             self._begin(trainer)
         except (AttributeError, KeyError, TypeError, KeepstepError) as error:
             warn(f"{type(trainer).__qualname__} is not protected: {reason(error)}")
+        if self._run is None:
+            self._leave_directory()
+        elif self._moved and trainer.is_global_zero:
+            _log.info("the program names no directory for its checkpoints: they go to %s", self._directory)
 
     def on_train_start(self, trainer: Any, *_: Any) -> None:
         # Not earlier: a LearningRateFinder trains for trial, and saves, before this hook.
@@ -113,10 +122,14 @@ class Protection:
             contents.leave_step_saved(trainer)
         if self._training and self._random_states is not None:
             # The loaders' iterators exist, and making them has drawn from the generators.
+            if self._resumes:
+                contents.skip_batches(trainer)
             random_generators.restore(self._random_states)
 
-    def on_train_epoch_start(self, *_: Any) -> None:
+    def on_train_epoch_start(self, trainer: Any, *_: Any) -> None:
         self._leave_in_time()
+        if trainer.current_epoch:
+            self._at_epoch = random_generators.capture()
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         self._leave_in_time()
@@ -138,6 +151,10 @@ class Protection:
             self._run.wait()
         self._leave_in_time()
 
+    def on_fit_end(self, *_: Any) -> None:
+        if self._run is not None and not self._leaving:
+            self._run.ended(*self._outputs)
+
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         # After an exception a rank may be alone here.
         if not self._training or self._run is None or trainer.interrupted:
@@ -145,10 +162,12 @@ class Protection:
         contents.owe_what_follows(trainer, checkpoint)
         # A validation that is under way will run again from its start.
         own = self._before_validation if contents.is_validating(trainer) else random_generators.capture()
-        contents.keep_random_states(trainer, self._run, checkpoint, own)
+        contents.keep_random_states(trainer, self._run, checkpoint, {"now": own, "at_epoch": self._at_epoch})
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        self._random_states = contents.random_states(trainer, checkpoint)
+        states = contents.random_states(trainer, checkpoint)
+        if states is not None:
+            self._random_states, self._at_epoch = states["now"], states["at_epoch"]
         contents.say_what_is_not_resumed(self._package, checkpoint)
 
     def _put_into_directory(self, trainer: Any) -> None:
@@ -174,7 +193,10 @@ class Protection:
         else:
             warn(f"{type(trainer).__qualname__} is not saved just in time: SLURM's auto-requeue has the signals")
         originals = [getattr(owner, name) for owner, name, _ in methods]
-        self._run = FrameworkRun.current()
+        self._outputs = directory.outputs_of(trainer, numbered=self._numbered)
+        self._run = FrameworkRun.for_training(*self._outputs)
+        if self._run is None:
+            return
         if trainer.is_global_zero and self._run.is_asynchronous(by_default=contents.nobody_looks(trainer)):
             self._run.expect_saves()
         for (owner, name, ours), original in zip(methods, originals, strict=True):
@@ -184,30 +206,32 @@ class Protection:
     def _resume_start(self, trainer: Any, resume: Callable[..., None], *arguments: Any, **keywords: Any) -> None:
         call = inspect.signature(resume).bind(*arguments, **keywords)
         chosen = call.arguments.get("checkpoint_path")
+        if self._run is not None:
+            self._file_versions(trainer, self._run)
         if self._run is not None and self._resumes and owns(Owner.TRAINER):
             chosen = call.arguments["checkpoint_path"] = self._newest(trainer, self._run, chosen)
         self._resumed_name = Path(chosen or "").name
         resume(*call.args, **call.kwargs)
 
     def _newest(self, trainer: Any, run: FrameworkRun, last: Any) -> str | None:
-        """Return what to resume from. `last`: what Lightning found as the last checkpoint, if the program asked for it.
+        """Return what to resume from. `last`: the last checkpoint that Lightning found, if the program asked for it."""
+        found = Path(last) if last else None
+        step = contents.step_of(trainer, last) if found and not run.holds(found.absolute()) else -1
+        newest = run.newest(*(self._outputs or [run.checkpoint_directory]), found=found, found_step=step)
+        return None if newest is None else str(newest)
 
-        That may lie outside the volume and outlive a pod. It is taken if it is newer than what Keepstep knows, and of
-        the same step on all ranks.
-        """
-        newest = run.newest()
-        if not last:
-            return None if newest is None else str(newest)
-        if not run.holds(Path(last).absolute()):
-            step = contents.step_of(trainer, last)
-            known = (run.recorded_step(newest) or 0) if newest else -1
-            if run.same(0, step) and step > known:
-                return str(last)
-        if newest is not None and newest.resolve() != Path(last).resolve():
-            _log.info("the program's last checkpoint is %s, and it resumes from: path=%s", last, newest)
-        return str(newest or last)
+    def _file_versions(self, trainer: Any, run: FrameworkRun) -> None:
+        """Let what is saved in this start's version belong to the directory that has the versions of all starts."""
+        for callback, output in zip(directory.model_checkpoints(trainer), self._outputs, strict=False):
+            chosen = getattr(callback, "dirpath", None)
+            if chosen and "://" not in str(chosen) and run.holds(Path(chosen, _OWN).absolute()):
+                run.file_under(Path(chosen), run.in_volume(output))
 
     def _load_loaders(self, trainer: Any, load: Callable[[], None]) -> None:
+        if self._random_states is not None and not self._training:
+            random_generators.restore(self._at_epoch)
+        elif not trainer.current_epoch:
+            self._at_epoch = random_generators.capture()
         load()
         # Lightning does this only after the first iterator is made, which is too late.
         contents.tell_samplers_epoch(trainer)
@@ -360,7 +384,7 @@ class Protection:
         chosen = getattr(trainer.checkpoint_callback, "dirpath", None)
         if chosen and "://" not in str(chosen) and self._run.protects(Path(chosen, _OWN).absolute()):
             return Path(chosen).absolute()
-        return self._run.checkpoint_directory
+        return self._run.in_volume(self._outputs[0]) if self._outputs else self._run.checkpoint_directory
 
 
 def make_protection(package: str) -> Protection:

@@ -13,25 +13,28 @@ _RECENT: Final = 500
 before a second request is needed."""
 
 
-def by_series(committed: Iterable[CommittedSave]) -> dict[str, list[CommittedSave]]:
-    """Group saves by series. Announced checkpoints are that of the empty name."""
-    groups: defaultdict[str, list[CommittedSave]] = defaultdict(list)
+def by_line(committed: Iterable[CommittedSave]) -> dict[tuple[str, str], list[CommittedSave]]:
+    """Group saves of which each replaces those before it, by (series, key of the output directory).
+
+    Announced checkpoints have no series, and snapshots no output directory.
+    """
+    groups: defaultdict[tuple[str, str], list[CommittedSave]] = defaultdict(list)
     for one in committed:
-        groups[one.series].append(one)
+        groups[one.series, one.output_key].append(one)
     return groups
 
 
 def skipped(committed: Iterable[CommittedSave]) -> set[str]:
-    """Return the saves that are newer than a save of their series that was committed after them.
+    """Return the saves that are newer than a save of their line that was committed after them.
 
     A run continued from an older checkpoint then, perhaps because these cannot be restored although their sizes are
     right. They may be kept, but they justify no deletion. So the save that was committed last stays: all saves newer
     than that one are skipped.
     """
     found: set[str] = set()
-    for series in by_series(committed).values():
+    for line in by_line(committed).values():
         last_commit_at = 0.0
-        for one in reversed(newest_first(series)):
+        for one in reversed(newest_first(line)):
             if one.modified_at < last_commit_at:
                 found.add(one.save)
             last_commit_at = max(last_commit_at, one.modified_at)

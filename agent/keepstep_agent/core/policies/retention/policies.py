@@ -1,4 +1,4 @@
-"""The policies of retention: each says which saves of one series it wants to stay, and why. A save stays if any does.
+"""The policies of retention: each says which saves of one line it wants to stay, and why. A save stays if any does.
 
 Invariants, which hold for every set of policies:
 
@@ -22,7 +22,7 @@ class KeepPolicy(Protocol):
     """One reason to keep saves."""
 
     def wanted(self, saves: Sequence[CommittedSave]) -> Mapping[str, str]:
-        """Return the ids of the wanted saves and why each stays. `saves` are those of one series, newest first."""
+        """Return the ids of the wanted saves and why each stays. `saves` are those of one line, newest first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

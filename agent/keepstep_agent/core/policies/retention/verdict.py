@@ -13,7 +13,7 @@ from keepstep_agent.core.policies.retention.deletions import (
     deletion_of,
     is_generated,
 )
-from keepstep_agent.core.policies.retention.horizon import by_series, skipped
+from keepstep_agent.core.policies.retention.horizon import by_line, skipped
 from keepstep_agent.core.policies.retention.policies import policies_of, why_wanted
 from keepstep_agent.core.settings.values import RetentionSettings
 
@@ -53,8 +53,8 @@ def plan_prune(
     deletions: list[Deletion] = []
     kept: list[Kept] = []
     justifying = set(validated) - skipped(committed)
-    groups = by_series(committed)
-    for series, saves in groups.items():
+    lines = by_line(committed)
+    for (series, _), saves in lines.items():
         ordered = newest_first(saves)
         wanted = why_wanted(ordered, policies_of(settings, justifying), damaged)
         for one in ordered:
@@ -66,14 +66,15 @@ def plan_prune(
                 folder = folders.get((name, one.save))
                 marker = (one.key, second) if (second := weights_markers.get(one.save)) else (one.key,)
                 deletions.append(deletion_of(name, one.save, folder, why, marker=marker, may_share=bool(series)))
-    newest_commit_at = {
-        series: max(one.modified_at for one in saves)
-        for series, saves in by_series(one for one in committed if not one.weights_only).items()
-    }
+    newest_commit_at: dict[str, float] = {}
+    for one in committed:
+        if not one.weights_only:
+            newest_commit_at[one.series] = max(one.modified_at, newest_commit_at.get(one.series, 0.0))
     orphans = [one for one in stored if one.save not in listed]
-    has_snapshots = any(groups) or any(orphan.reserves for orphan in orphans)
+    all_series = {one.series for one in committed}
+    has_snapshots = any(all_series) or any(orphan.reserves for orphan in orphans)
     for orphan in orphans:
-        series = orphan.name if orphan.name in groups or orphan.reserves else ""
+        series = orphan.name if orphan.name in all_series or orphan.reserves else ""
         if reason := _why_keep_orphan(orphan, settings, newest_commit_at.get(series), protected, live, now):
             kept.append(Kept(name=orphan.name, save=orphan.save, reason=reason))
         else:

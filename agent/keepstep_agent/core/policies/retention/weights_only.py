@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from keepstep_agent.core.model import is_optimizer_file
 from keepstep_agent.core.policies.restore_choice import CommittedSave, newest_first
 from keepstep_agent.core.policies.retention.deletions import PrunePlan, StoredSave
-from keepstep_agent.core.policies.retention.horizon import skipped
+from keepstep_agent.core.policies.retention.horizon import by_line, skipped
 from keepstep_agent.core.policies.retention.policies import Newest, why_wanted
 from keepstep_agent.core.policies.retention.verdict import is_live
 from keepstep_agent.core.settings.values import RetentionSettings
@@ -52,7 +52,8 @@ def plan_reductions(
     going = {one.save for one in plan.deletions}
     announced = newest_first([one for one in committed if not one.series])
     newest = Newest(count=settings.keep_last, justifying=set(validated) - skipped(committed))
-    whole = {*why_wanted(announced, iter((newest,)), damaged), *damaged, *protected}
+    lines = by_line(announced).values()
+    whole = {*(save for line in lines for save in why_wanted(line, iter((newest,)), damaged)), *damaged, *protected}
     old = _old(announced, settings)
     found = []
     for one in announced:

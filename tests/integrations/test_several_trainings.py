@@ -1,0 +1,89 @@
+"""A program of several trainings ends with Keepstep as it does alone, in whichever of them it is killed or stopped.
+
+Each resumes from its own directory, and from no other one's. Real frameworks under `keepstep run --autoload`.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from tests.harness.bounds import HANG_SECONDS
+from tests.lanes import nightly
+
+PROGRAM = Path(__file__).with_name("several_trainings.py")
+KEEPSTEP = (sys.executable, "-m", "keepstep_agent")
+
+
+class Lives:
+    """Starts a program under `keepstep run` until it has ended by itself; `output` is where it saves."""
+
+    def __init__(self, folder: Path, framework: str, place: str, ranks: int = 1) -> None:
+        self._folder = folder
+        self._volume = folder / "v"
+        # Short names: a socket lies below them.
+        self.output = {"inside": self._volume / "checkpoints", "below": self._volume / "o", "outside": Path("o")}[place]
+        launcher: Sequence[str] = (sys.executable,)
+        if ranks > 1:
+            launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}")
+        self._words = (*launcher, str(PROGRAM), framework)
+        self.log = ""
+
+    def alone(self, *trainings: str) -> Sequence[str]:
+        output = self._folder / "alone"
+        ended = self._run((*self._words, str(output), *trainings), {})
+        assert ended.returncode == 0, ended.stderr
+        return learned(ended.stdout)
+
+    def command(self, *trainings: str) -> str:
+        return " ".join((*self._words, str(self.output), *trainings))
+
+    def start(self, command: str, **ends: str) -> "subprocess.CompletedProcess[str]":
+        destination = f"file://{self._folder / 'store'}"
+        words = (*KEEPSTEP, "run", "--autoload", "--to", destination, "--volume", str(self._volume), "--", "sh", "-c")
+        ended = self._run((*words, command), {**ends, "ENDS": str(self._folder)})
+        self.log += ended.stdout + ended.stderr
+        return ended
+
+    def lose_the_disk(self) -> None:
+        shutil.rmtree(self._volume)
+
+    def _run(self, words: Sequence[str], variables: dict[str, str]) -> "subprocess.CompletedProcess[str]":
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("KEEPSTEP_")}
+        environment |= {"GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", **variables}
+        here = self._folder / "w"
+        here.mkdir(exist_ok=True)
+        return subprocess.run(
+            words, env=environment, cwd=here, capture_output=True, text=True, timeout=HANG_SECONDS, check=False
+        )
+
+
+def learned(output: str) -> Sequence[str]:
+    return [line for line in output.splitlines() if line.startswith("learned ")]
+
+
+FRAMEWORKS = ["hugging_face", "lightning", "accelerate"]
+
+
+@pytest.mark.parametrize("framework", [*FRAMEWORKS, "checkpointer"])
+@pytest.mark.parametrize("ending", ["KILLED_AT", *nightly("STOPPED_AT")])
+@pytest.mark.parametrize(
+    ("stage", "disk"),
+    [("one:0:5", "lost"), ("two:1:5", "kept"), pytest.param("two:1:3", "lost", marks=pytest.mark.nightly)],
+)
+def test_each_training_of_a_process_goes_on_where_it_was(
+    framework: str, ending: str, stage: str, disk: str, tmp_path: Path
+) -> None:
+    lives = Lives(tmp_path, framework, "inside")
+    expected = lives.alone("one", "two")
+    first = lives.start(lives.command("one", "two"), **{ending: stage})
+    assert first.returncode in (137, 143), first.stderr
+    if disk == "lost":
+        lives.lose_the_disk()
+    second = lives.start(lives.command("one", "two"))
+    assert second.returncode == 0, second.stderr
+    assert learned(second.stdout) == expected, lives.log
+    assert lives.log.count("keepstep: resuming from step ") >= 1
