@@ -252,10 +252,19 @@ class Resumption:
     def _say(self, chosen: Record | None) -> None:
         if chosen is not None:
             self._tell(f"resuming from step {chosen.step}: {self._local.place(chosen)}")
+            return
+        own, session = self._outputs, self._session
+        places = [session.settings.volume] if own is None else [self._local.folder(output) for output in own]
+        what = f"starting from step 0, there is no checkpoint in {' or in '.join(map(str, places))}"
+        if session.settings.lazy and own is not None and session.context().coordinator.ranks.rank == 0:
+            others = _restores(session).newest(_waiting(session), None)
+            if others:
+                self._passed_over["destination"] = f"{len(others)} at the destination, of other output directories"
+        if self._passed_over:
+            # Nobody should begin anew by mistake.
+            self._tell(what)
         else:
-            own = self._outputs
-            places = [self._session.settings.volume] if own is None else [self._local.folder(output) for output in own]
-            self._tell(f"starting from step 0, there is no checkpoint in {' or in '.join(map(str, places))}")
+            _log.info("%s", what)
 
     def _tell(self, what: str) -> None:
         """Write the line of this start, also for a program that configures no logging."""

@@ -184,9 +184,12 @@ def test_a_recorded_path_is_where_the_checkpoint_was_written(tmp_path: Path) -> 
     assert paths.find() == expected | {tmp_path / "elsewhere/below/checkpoint-200"}
 
 
-def change_record(volume: Path, step: int, change: dict[str, Any]) -> None:
+def change_record(volume: Path, step: int, change: dict[str, Any]) -> str:
+    """Return its file's name, which goes with the directory."""
     path = volume / STATE_DIRECTORY / RECORDS_DIRECTORY / f"checkpoint-{step}.json"
+    path = path.rename(path.with_name(record_file(change.get("directory", ""), path.stem)))
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    return path.name
 
 
 @pytest.mark.parametrize(
@@ -227,12 +230,12 @@ def test_a_record_beyond_a_limit_is_refused_with_one_line_and_hides_no_other(
 ) -> None:
     for step in (100, 200, 300):
         keep(tmp_path, step, saved_at=float(step))
-    change_record(tmp_path, 200, change)
+    name = change_record(tmp_path, 200, change)
     with capture_logs() as log:
         assert steps(tmp_path) == [100, 300]
     (line,) = log
     assert (line["event"], line["log_level"]) == ("unannounced.record_unreadable", "warning")
-    assert line["record"] == "checkpoint-200.json"
+    assert line["record"] == name
 
 
 def test_a_record_that_is_too_long_is_not_decoded(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ from tests.fakes.fake_store import FakeStore
 from tests.restore.one_output import restore
 from tests.restore.stored_checkpoints import store_checkpoint
 
-from keepstep_agent.catalog import markers
 from keepstep_agent.catalog.damage import note_damage
 from keepstep_agent.catalog.deep_check import check
 from keepstep_agent.catalog.markers import list_committed, list_down_to, list_step, newest_committed
@@ -87,7 +86,6 @@ async def test_a_store_that_lists_in_another_order_is_listed_whole() -> None:
 async def test_restore_looks_further_back_when_all_of_the_newest_are_damaged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(markers, "_PAGE", 10)
     # After each checkpoint that it skips. That frees memory, and takes a second where a test's process has much.
     monkeypatch.setattr("gc.collect", lambda: 0)
     store = ListingStore()

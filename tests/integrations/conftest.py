@@ -1,6 +1,7 @@
 """What the tests of the integrations share."""
 
 import signal
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,6 +30,16 @@ def agent(tmp_path: Path) -> Iterator[AgentServer]:
 @pytest.fixture
 def volume(tmp_path: Path) -> Path:
     return tmp_path / "v"
+
+
+@pytest.fixture
+def other_filesystem(volume: Path) -> Iterator[Path]:
+    """A folder from which no file can be linked into the volume."""
+    volume.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        if Path(folder).stat().st_dev == volume.stat().st_dev:
+            pytest.skip("/dev/shm and the folder of temporary files are one filesystem")
+        yield Path(folder)
 
 
 @contextmanager

@@ -181,3 +181,6 @@ if __name__ == "__main__":
         if os.environ.get("RANK", "0") == "0":
             weights = torch.cat([value.detach().flatten() for value in learned.parameters()]).tolist()
             print(f"learned {one}: {weights}", flush=True)
+    if torch.distributed.is_initialized():
+        # A process that ends with its group open may abort.
+        torch.distributed.destroy_process_group()

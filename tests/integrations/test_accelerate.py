@@ -70,14 +70,21 @@ def test_what_the_program_has_saved_at_that_very_step_is_not_saved_again(trainer
     assert [step for _, step, _ in trainer.records()] == [2]
 
 
-def test_outside_the_volume_only_what_is_saved_just_in_time_is_stored_and_it_warns_once(
-    trainer: OneProcess, tmp_path: Path
-) -> None:
+def test_outside_the_volume_checkpoints_are_linked_into_it_and_it_says_so(trainer: OneProcess, tmp_path: Path) -> None:
     stopped = trainer.run("--output", tmp_path / "elsewhere", "--told-at", '["4", "forward"]')
     assert stopped.code == JUST_IN_TIME_EXIT_CODE, stopped.errors
     assert len(list((tmp_path / "elsewhere" / "checkpoints").iterdir())) == 2
+    assert trainer.records()[-1] == ("checkpoint_2", 5, "just-in-time")
+    assert stopped.errors.count("are linked into") == 1
+
+
+def test_on_another_filesystem_what_is_saved_just_in_time_is_stored(
+    trainer: OneProcess, other_filesystem: Path
+) -> None:
+    stopped = trainer.run("--output", other_filesystem / "out", "--told-at", '["4", "forward"]')
+    assert stopped.code == JUST_IN_TIME_EXIT_CODE, stopped.errors
     assert trainer.records() == [("checkpoint_2", 5, "just-in-time")]
-    assert stopped.errors.count("outside the volume") == 1
+    assert stopped.errors.count("only what is saved just in time is stored") == 1
 
 
 @pytest.mark.parametrize(

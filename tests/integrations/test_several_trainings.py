@@ -72,7 +72,11 @@ FRAMEWORKS = ["hugging_face", "lightning", "accelerate"]
 @pytest.mark.parametrize("ending", ["KILLED_AT", *nightly("STOPPED_AT")])
 @pytest.mark.parametrize(
     ("stage", "disk"),
-    [("one:0:5", "lost"), ("two:1:5", "kept"), pytest.param("two:1:3", "lost", marks=pytest.mark.nightly)],
+    [
+        ("one:0:5", "lost"),
+        pytest.param("two:1:5", "kept", marks=pytest.mark.nightly),
+        pytest.param("two:1:3", "lost", marks=pytest.mark.nightly),
+    ],
 )
 def test_each_training_of_a_process_goes_on_where_it_was(
     framework: str, ending: str, stage: str, disk: str, tmp_path: Path
@@ -87,3 +91,69 @@ def test_each_training_of_a_process_goes_on_where_it_was(
     assert second.returncode == 0, second.stderr
     assert learned(second.stdout) == expected, lives.log
     assert lives.log.count("keepstep: resuming from step ") >= 1
+
+
+@pytest.mark.parametrize("framework", ["hugging_face", "checkpointer", *nightly("lightning", "accelerate")])
+def test_each_process_of_a_run_has_a_training_of_its_own(framework: str, tmp_path: Path) -> None:
+    """A sweep of three programs, killed in the second one. Where they save does not exist on the new machine."""
+    lives = Lives(tmp_path, framework, "below")
+    expected = [line for name in ("a", "b", "c") for line in lives.alone(name)]
+    sweep = " && ".join(lives.command(name) for name in ("a", "b", "c"))
+    first = lives.start(sweep, KILLED_AT="b:0:5")
+    assert learned(first.stdout) == expected[:1], first.stderr
+    lives.lose_the_disk()
+    second = lives.start(sweep)
+    assert second.returncode == 0, second.stderr
+    assert learned(second.stdout) == expected, lives.log
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("disk", ["lost", *nightly("kept")])
+def test_outside_the_volume_each_has_a_place_in_it(framework: str, disk: str, tmp_path: Path) -> None:
+    lives = Lives(tmp_path, framework, "outside")
+    expected = lives.alone("one", "two")
+    lives.start(lives.command("one", "two"), KILLED_AT="two:1:5")
+    # Where the program looks by itself there is nothing any more.
+    shutil.rmtree(tmp_path / "w" / "o")
+    if disk == "lost":
+        lives.lose_the_disk()
+    second = lives.start(lives.command("one", "two"))
+    assert second.returncode == 0, second.stderr
+    assert learned(second.stdout) == expected, lives.log
+    assert "keepstep: resuming from step 6: " in second.stderr, second.stderr
+
+
+@pytest.mark.parametrize("framework", ["hugging_face", "lightning"])
+@pytest.mark.parametrize("processes", [1, *nightly(2)])
+@pytest.mark.parametrize("disk", ["kept", *nightly("lost")])
+def test_a_second_training_in_one_directory_ends_as_it_does_alone(
+    framework: str, processes: int, disk: str, tmp_path: Path
+) -> None:
+    """It is not protected, and says so: what the first one has learned stays that one's."""
+    lives = Lives(tmp_path, framework, "inside")
+    expected = lives.alone("one", "one")
+    command = lives.command("one", "one") if processes == 1 else f"{lives.command('one')} && {lives.command('one')} "
+    first = lives.start(command, KILLED_AT=f"one:{2 - processes}:5", ENDS_AFTER="1")
+    assert first.returncode != 0, first.stderr
+    if disk == "lost":
+        lives.lose_the_disk()
+    second = lives.start(command)
+    assert second.returncode == 0, second.stderr
+    assert learned(second.stdout) == expected, lives.log
+
+
+@pytest.mark.parametrize("framework", ["hugging_face", "lightning"])
+@pytest.mark.parametrize(
+    ("ending", "disk"), [("STOPPED_AT", "lost"), pytest.param("KILLED_AT", "kept", marks=pytest.mark.nightly)]
+)
+def test_two_ranks_go_on_in_each_of_their_trainings(framework: str, ending: str, disk: str, tmp_path: Path) -> None:
+    lives = Lives(tmp_path, framework, "inside", ranks=2)
+    expected = lives.alone("one", "two")
+    first = lives.start(lives.command("one", "two"), **{ending: "two:1:5"})
+    assert first.returncode != 0, first.stderr
+    if disk == "lost":
+        lives.lose_the_disk()
+    second = lives.start(lives.command("one", "two"))
+    assert second.returncode == 0, second.stderr
+    assert learned(second.stdout) == expected, lives.log
+    assert "resuming from step 6: " in second.stderr

@@ -12,6 +12,7 @@ from tests.harness.bounds import HANG_SECONDS
 from keepstep_agent.core.agent.events import Announced
 from keepstep_agent.core.limits import LOCAL_RANKS, WORLD_SIZE
 from keepstep_agent.runtime.engine.event_codec import decode_event, encode_event
+from keepstep_api.records import record_file
 
 
 @pytest.fixture
@@ -21,8 +22,8 @@ def agent(tmp_path: Path) -> Iterator[AgentProcess]:
         yield agent
 
 
-def write_record(agent: AgentProcess, name: str, **members: object) -> None:
-    """A checkpoint that is whole, and its record as the client writes it, apart from `members`."""
+def write_record(agent: AgentProcess, name: str, directory: str = "", **members: object) -> None:
+    """A checkpoint that is whole, and its record as the client writes it, apart from `directory` and `members`."""
     write_checkpoint(agent.checkpoints / name, {"model.bin": 5000})
     record = {
         "format": 1,
@@ -33,12 +34,12 @@ def write_record(agent: AgentProcess, name: str, **members: object) -> None:
         "world_size": 1,
         "saved_at": 1.0,
         "files": [{"path": "model.bin", "size": 5000}],
-        "directory": "checkpoints",
+        "directory": directory,
         **members,
     }
     folder = agent.volume / ".keepstep" / "records"
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{name}.json").write_text(json.dumps(record))
+    (folder / record_file(directory, name)).write_text(json.dumps(record))
 
 
 def test_records_beyond_all_limits_hang_no_agent_and_hide_no_checkpoint(agent: AgentProcess) -> None:

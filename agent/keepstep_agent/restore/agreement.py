@@ -51,7 +51,7 @@ async def newest_generation(store: StoreReader, attempt: str) -> Generation | No
 
 
 class Agreement:
-    """One pod's part in it. `committed` lists the newest checkpoints. `place` is empty if nothing tells pods apart."""
+    """One pod's part in it. `committed` lists the checkpoints. `place` is empty if nothing tells pods apart."""
 
     def __init__(
         self,

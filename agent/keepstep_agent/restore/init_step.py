@@ -16,7 +16,7 @@ from typing import TypeVar
 import structlog
 
 from keepstep_agent.catalog.damage import clear_damage
-from keepstep_agent.catalog.markers import list_committed, newest_committed
+from keepstep_agent.catalog.markers import list_committed
 from keepstep_agent.catalog.object_reads import for_each
 from keepstep_agent.catalog.reading import CommittedCheckpoint
 from keepstep_agent.catalog.weights_only import refuse_fresh_start
@@ -79,7 +79,7 @@ async def restore(
         Agreement(
             store,
             attempt,
-            partial(newest_committed, store),
+            partial(list_committed, store),
             place=place,
             node_rank=node_rank,
             timeout_seconds=pin_timeout_seconds,

@@ -244,8 +244,22 @@ class LocalCheckpoints:
             if not (keep_restored and record.committed):
                 self._remove(record)
 
+    def drop_older_links(self, newest: Path, outside: Path) -> None:
+        """Delete the checkpoints beside `newest` whose originals the program has deleted `outside`.
+
+        They were linked here, or saved just in time. A disk whose program deletes old checkpoints must not fill up.
+        """
+        for record in read_records(self.records):
+            place = self.place(record)
+            is_beside = place.parent == newest.parent and place != newest and record.by_framework
+            if is_beside and record.announced and not (outside / record.name).exists():
+                try:
+                    self._remove(record)
+                except OSError as error:
+                    _log.warning("an older checkpoint is not deleted: path=%s error=%s", place, error)
+
     def _remove(self, record: Record) -> None:
-        path = self.path(record.name)
+        path = self.place(record)
         files = {file.path for file in record.files}
         if path.is_dir() and not files_below(path) <= files:
             # The program has put files beside them.

@@ -20,6 +20,7 @@ from keepstep.asynchronous_saves.background_writer import BackgroundSave, Backgr
 from keepstep.asynchronous_saves.save_functions import handing_in
 from keepstep.autoload.post_import import warn
 from keepstep.checkpoints.ended_trainings import ended_before
+from keepstep.checkpoints.links import link_tree, may_link
 from keepstep.checkpoints.local_checkpoints import directory_in
 from keepstep.checkpoints.records import Kind, Record, read_records
 from keepstep.errors import KeepstepError
@@ -44,11 +45,13 @@ _MOST_FROM_ONE_COPY: Final = 4
 class _Saved:
     """A checkpoint that is saved, and not announced.
 
-    `publication` is None if it cannot be announced. `behind`: its files are being written behind the training.
-    `in_place`: it is there, on all ranks. `may_change`: the program may still add to it, or rename it.
+    `publication` is None if it cannot be announced. `outside`: it was written there, outside the volume, and is linked
+    to `path` when it is announced. `behind`: its files are being written behind the training. `in_place`: it is there,
+    on all ranks. `may_change`: the program may still add to it, or rename it.
     """
 
     path: Path
+    outside: Path | None = None
     publication: Publication | None
     claim: ExitStack
     behind: BackgroundSave | None = None
@@ -74,6 +77,7 @@ class FrameworkRun:
         self._exit_asked = False
         self._given_up = False
         self._warned_of: set[Path] = set()
+        self._cannot_link = False
         self._writes = BackgroundWrites()
         self._writer = BackgroundWriter()
         self._copied_step = -1
@@ -92,6 +96,8 @@ class FrameworkRun:
         """The last checkpoint that the program may still change."""
         self._outputs: dict[str, str] = {}
         """To which output directory belongs what is saved in a directory, if that is another one."""
+        self._places: dict[Path, Path] = {}
+        """Where in the volume the checkpoints go of directories outside."""
 
     @classmethod
     def current(cls) -> "FrameworkRun":
@@ -159,16 +165,21 @@ class FrameworkRun:
         One that lies outside has a folder of its own in the checkpoint directory, by its path as the program gave it:
         a start may have another working directory.
         """
-        output = Path(output)
-        if self.holds(output.absolute() / "checkpoint"):
-            return output.absolute()
-        if output.is_absolute() or ".." in output.parts:
-            return self.checkpoint_directory / f"{output.name}-{directory_key(str(output))}"
-        return self.checkpoint_directory / output
+        output, absolute = Path(output), Path(output).absolute()
+        if self.holds(absolute / "checkpoint"):
+            return absolute
+        if absolute not in self._places:
+            is_plain = not output.is_absolute() and ".." not in output.parts
+            name = output if is_plain else f"{output.name}-{directory_key(str(output))}"
+            self._places[absolute] = self.checkpoint_directory / name
+        return self._places[absolute]
 
     def file_under(self, directory: Path, output: Path) -> None:
-        """Let what is saved in `directory` belong to the output directory `output`. Both lie in the volume."""
-        self._outputs[self._directory_of(directory)] = self._directory_of(output)
+        """Let what is saved in `directory` belong to the output directory `output`."""
+        if self.holds(directory.absolute() / "checkpoint"):
+            self._outputs[self._directory_of(directory)] = self._directory_of(self.in_volume(output))
+        else:
+            self._places[directory.absolute()] = self.in_volume(output)
 
     def _directory_of(self, directory: Path) -> str:
         settings = self._session.settings
@@ -207,20 +218,32 @@ class FrameworkRun:
         return self._unless_given_up(admit, otherwise=True)
 
     def protects(self, path: Path) -> bool:
-        """Return whether `path` lies in the volume, where the agent can take it. Warns once per directory if not."""
+        """Return whether what is written to `path` can be stored. Says once per directory if it lies elsewhere."""
         if self._given_up or self.holds(path):
             return not self._given_up
-        volume = self._session.settings.volume
-        place = path.parent
-        if place not in self._warned_of:
-            self._warned_of.add(place)
-            _log.warning(
-                "checkpoints outside the volume are not stored: path=%s volume=%s hint=write them to %s",
-                path,
-                volume,
-                self.checkpoint_directory,
-            )
-        return False
+        links = self._links(path)
+        if path.parent not in self._warned_of:
+            self._warned_of.add(path.parent)
+            if links:
+                place = self.in_volume(path.parent)
+                warn(f"checkpoints in {path.parent} are linked into {place}, and stored from there")
+            else:
+                volume = self._session.settings.volume
+                warn(
+                    f"only what is saved just in time is stored: {path.parent} is on another filesystem than the "
+                    f"volume {volume}; hint: write checkpoints to {self.checkpoint_directory}"
+                )
+        return links
+
+    def _links(self, path: Path) -> bool:
+        """Whether a checkpoint outside the volume can be linked into it: then no program needs to change."""
+        settings = self._session.settings
+        if settings.socket is None or self._cannot_link or "://" in str(path):
+            return False
+        try:
+            return may_link(path.absolute().parent, settings.volume)
+        except OSError:
+            return False
 
     def holds(self, path: Path) -> bool:
         """Return whether `path` lies below the volume."""
@@ -316,14 +339,23 @@ class FrameworkRun:
         same_state = behind and step == self._copied_step and self._written_from_copy < _MOST_FROM_ONE_COPY
         if not same_state:
             self.wait()
+        outside = None if self.holds(path) else path
         with ExitStack() as claim:
             claim.enter_context(self.claimed(path))
             pending = self._begin(path, step, None)
+            path = path if outside is None else self.in_volume(path.parent) / path.name
             publication = None if pending is None else self._publication(pending, path)
             self._saved = saved = _Saved(
-                path=path, publication=publication, claim=claim, may_change=program_folder and not behind
+                path=path,
+                outside=outside,
+                publication=publication,
+                claim=claim,
+                may_change=program_folder and not behind and outside is None,
             )
-            if publication is None or pending is None or not elsewhere or not publication.begin():
+            if outside is not None:
+                self.wait()
+                self._write(saved, write, outside)
+            elif publication is None or pending is None or not elsewhere or not publication.begin():
                 self.wait()
                 self._write(saved, write, path)
                 saved.in_place = True
@@ -344,7 +376,28 @@ class FrameworkRun:
                     raise publication.failure
             self._last = saved
             saved.claim = claim.pop_all()
-            return saved.in_place or saved.behind is not None
+            return saved.in_place or saved.behind is not None or saved.outside is not None
+
+    @property
+    def last_is_stored(self) -> bool:
+        """Whether what was saved last lies in the volume, or is on its way there; true if nothing was saved."""
+        last = self._last
+        return last is None or last.in_place or last.behind is not None
+
+    def _link(self, saved: _Saved) -> bool:
+        """Link what was written outside the volume into it; return whether it is there on all ranks."""
+        publication = saved.publication
+        if publication is None or saved.outside is None or not publication.begin():
+            return False
+        linked = True
+        try:
+            if self._session.context().leads_pod:
+                link_tree(saved.outside, publication.written)
+        except OSError as error:
+            linked = False
+            self._cannot_link = True
+            _log.warning("checkpoint not stored, it cannot be linked: path=%s error=%s", saved.outside, error)
+        return publication.place(written=linked)
 
     def _publication(self, pending: PendingSave, path: Path) -> Publication:
         output = self._outputs.get(self._directory_of(path.parent), "")
@@ -410,6 +463,10 @@ class FrameworkRun:
         def announce(_: BaseException | None) -> None:
             publication = saved.publication
             with saved.claim:
+                if saved.outside is not None and kind is not None:
+                    saved.in_place = self._link(saved)
+                    if saved.in_place and self._session.context().leads_pod:
+                        self._session.context().local.drop_older_links(saved.path, saved.outside.parent)
                 if not saved.in_place:
                     return
                 if publication is not None and kind is None:
@@ -495,7 +552,7 @@ class FrameworkRun:
     def when_saved(self, work: Callable[[], object]) -> None:
         """Call `work` when what was saved last is announced, perhaps in another thread; not if it is lost."""
         last = self._last
-        if last is None or (last.behind is None and last.in_place):
+        if last is None or (last.behind is None and (last.in_place or last.outside is not None)):
             work()
         elif last.behind is not None:
             last.behind.then(lambda _: work() if last.in_place else None)

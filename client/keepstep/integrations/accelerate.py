@@ -109,6 +109,7 @@ class _Loop:
             # Accelerate itself says why it does not save over a checkpoint of its own naming.
             return self._save_state(output_dir, *arguments, **named)
         path, step = Path(place).absolute(), self.step
+        run.in_volume(Path(place).parent)
 
         def write(aside: Path) -> None:
             if aside == path:
@@ -176,7 +177,7 @@ class _Loop:
         action = run.action_at(step)
         if action is Action.NOTHING:
             return
-        if self._place_step != step:
+        if self._place_step != step or not run.last_is_stored:
             self._save_now(run, step)
         if action is Action.SAVE_AND_EXIT:
             run.leave()

@@ -112,6 +112,7 @@ class _Training:
         if not self._acts or not self._announceable:
             return self._save(save_dir, tag, client_state, *arguments, **named)
         path = Path(save_dir, tag).absolute()
+        self.run.in_volume(save_dir)
 
         def write(place: Path) -> None:
             # The file that names the newest checkpoint is written beside it, and follows it.
@@ -181,7 +182,7 @@ class _Training:
         action = self.run.action_at(step)
         if action is Action.NOTHING:
             return
-        if self._place_step != step:
+        if self._place_step != step or not self.run.last_is_stored:
             self._save_now(step)
         if action is Action.SAVE_AND_EXIT:
             self.run.leave()

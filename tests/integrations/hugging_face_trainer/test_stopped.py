@@ -14,7 +14,9 @@ from tests.integrations.hugging_face_trainer.training import (
     BEST,
     EPOCH,
     EVALUATING,
+    FINAL,
     JUST_IN_TIME,
+    PERIODIC,
     RELEASE,
     SINCE_5,
     STEPS,
@@ -129,25 +131,45 @@ def test_the_callbacks_of_others_hear_of_the_end(volume: Path) -> None:
     assert heard == [3]
 
 
-def test_outside_the_volume_what_is_saved_just_in_time_is_stored_and_it_says_so(
+def test_outside_the_volume_checkpoints_are_linked_into_it_and_it_says_so(
     agent: AgentServer,
     volume: Path,
     tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
     undisturbed: Callable[..., Any],
 ) -> None:
     elsewhere = tmp_path / "elsewhere"
     # The Trainer has just saved that step, elsewhere.
     stop(make(elsewhere, At("on_save", 8, terminate), save_total_limit=1))
-    assert announced(agent) == [(8, JUST_IN_TIME)]
-    assert not agent.requests("BeginSave"), "an agent keeps no room for what it does not get"
+    assert announced(agent) == [(4, PERIODIC), (8, PERIODIC)]
     assert [path.name for path in elsewhere.glob("checkpoint-*")] == ["checkpoint-8"]
     assert [path.name for path in (volume / "checkpoints").glob("elsewhere-*/*")] == ["checkpoint-8"]
-    assert sum("outside the volume" in message for message in caplog.messages) == 1
+    assert capfd.readouterr().err.count("are linked into") == 1
 
     # On another machine.
     shutil.rmtree(elsewhere)
     resumed = train(make(elsewhere))
     assert logged(resumed) == logged(undisturbed())
     assert weights(resumed) == weights(undisturbed())
+    assert announced(agent)[2:] == [(12, FINAL)]
+
+
+def test_on_another_filesystem_the_last_step_is_stored_all_the_same(
+    agent: AgentServer,
+    volume: Path,
+    other_filesystem: Path,
+    capfd: pytest.CaptureFixture[str],
+    undisturbed: Callable[..., Any],
+) -> None:
+    stop(make(other_filesystem / "out", At("on_save", 8, terminate), save_total_limit=1))
     assert announced(agent) == [(8, JUST_IN_TIME)]
+    assert not agent.requests("BeginSave"), "an agent keeps no room for what it does not get"
+    assert [path.name for path in (other_filesystem / "out").glob("checkpoint-*")] == ["checkpoint-8"]
+    assert [path.name for path in (volume / "checkpoints").glob("out-*/*")] == ["checkpoint-8"]
+    assert capfd.readouterr().err.count("only what is saved just in time is stored") == 1
+
+    shutil.rmtree(other_filesystem / "out")
+    resumed = train(make(other_filesystem / "out"))
+    assert logged(resumed) == logged(undisturbed())
+    assert weights(resumed) == weights(undisturbed())
+    assert announced(agent)[1:] == [(12, FINAL)]

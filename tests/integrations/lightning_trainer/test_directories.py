@@ -15,6 +15,7 @@ from tests.integrations.lightning_trainer.training import (
     EPOCH,
     FINAL,
     JUST_IN_TIME,
+    PERIODIC,
     At,
     Model,
     ModelCheckpoint,
@@ -38,13 +39,31 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # theirs
 BY_DEFAULT = Path(__file__).with_name("lightning_by_default.py")
 
 
-def test_outside_the_volume_it_trains_as_ever_and_what_is_saved_just_in_time_is_in_it(
-    agent: AgentServer, volume: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_outside_the_volume_checkpoints_are_linked_into_it(
+    agent: AgentServer, volume: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     stop(make(tmp_path / "elsewhere", At("on_train_batch_end", 11, terminate)))
-    assert announced(agent) == [(11, JUST_IN_TIME)]
-    assert sum("outside the volume" in message for message in caplog.messages) == 1
+    assert announced(agent) == [(4, PERIODIC), (8, PERIODIC), (11, JUST_IN_TIME)]
+    assert capfd.readouterr().err.count("are linked into") == 1
     assert steps(fit(make(tmp_path / "elsewhere", max_steps=12))) == [12]
+
+
+def test_on_another_filesystem_what_is_saved_just_in_time_is_stored(
+    agent: AgentServer, volume: Path, other_filesystem: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    stop(make(other_filesystem / "out", At("on_train_batch_end", 11, terminate)))
+    assert announced(agent) == [(11, JUST_IN_TIME)]
+    assert capfd.readouterr().err.count("only what is saved just in time is stored") == 1
+    assert steps(fit(make(other_filesystem / "out", max_steps=12))) == [12]
+
+
+def test_a_save_that_nobody_stores_is_not_taken_for_the_one_just_in_time(
+    agent: AgentServer, volume: Path, other_filesystem: Path
+) -> None:
+    # In the step that a ModelCheckpoint saves.
+    stop(make(other_filesystem / "out", At("on_train_batch_end", 8, terminate)))
+    assert announced(agent) == [(8, JUST_IN_TIME)]
+    assert steps(fit(make(other_filesystem / "out", max_steps=9))) == [9]
 
 
 def make_by_default(*callbacks: Any, **arguments: Any) -> Any:
@@ -108,7 +127,7 @@ def test_what_it_saves_by_default_survives_the_loss_of_the_volume(rclone_bucket:
 
 @pytest.mark.parametrize("of", ["the Trainer", "a logger", "a callback"])
 def test_a_directory_that_the_program_chose_stays(
-    agent: AgentServer, volume: Path, elsewhere: Path, caplog: pytest.LogCaptureFixture, of: str
+    agent: AgentServer, volume: Path, elsewhere: Path, capfd: pytest.CaptureFixture[str], of: str
 ) -> None:
     from lightning.pytorch.loggers import CSVLogger
 
@@ -124,7 +143,23 @@ def test_a_directory_that_the_program_chose_stays(
     fit(trainer)
     assert len(list(chosen.glob("**/*.ckpt"))) == 1
     assert not list(volume.glob("checkpoints/*.ckpt"))
-    assert sum("outside the volume" in message for message in caplog.messages) == 1
+    assert len(list(volume.glob("checkpoints/*/*.ckpt"))) == 1
+    assert announced(agent) == [(EPOCH, FINAL)]
+    assert capfd.readouterr().err.count("are linked into") == 1
+
+
+def test_a_start_finds_its_checkpoint_in_the_version_of_another_one(
+    agent: AgentServer, volume: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A logger numbers the folder anew at each start."""
+    from lightning.pytorch.loggers import CSVLogger
+
+    (volume / "work").mkdir(parents=True)
+    monkeypatch.chdir(volume / "work")
+    stop(make_by_default(At("on_train_batch_end", 7, terminate), logger=CSVLogger("logs"), max_epochs=2))
+    assert steps(fit(make_by_default(logger=CSVLogger("logs"), max_epochs=2)))[0] == 8
+    other = make_by_default(logger=CSVLogger("logs", version=0), max_epochs=2)
+    assert steps(fit(other))[0] == 1, "a program that chooses its versions means each of them"
 
 
 def test_without_a_volume_or_without_checkpoints_nothing_is_moved(

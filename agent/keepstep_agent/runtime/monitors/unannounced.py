@@ -90,17 +90,18 @@ class UnannouncedRecovery:
         )
 
     async def _ask(self, found: Sequence[RecordedCheckpoint], limit_seconds: float | None) -> None:
-        """Note the newest of `found` that the store has whole, if it answers in time."""
+        """Note the newest of each output directory that the store has whole, if it answers in time."""
         if not found:
             return
+        noted: set[str] = set()
         try:
             async with asyncio.timeout(limit_seconds):
                 store = await self._store.get()
                 for recorded in reversed(found):
-                    if await _is_committed(store, recorded):
+                    if recorded.belongs_to not in noted and await _is_committed(store, recorded):
                         log.info("unannounced.committed_already", path=str(recorded.path), save=recorded.save)
                         self._committed.add(recorded.save)
-                        return
+                        noted.add(recorded.belongs_to)
         except (TimeoutError, KeepstepError) as error:
             log.warning("unannounced.store_not_asked", error=str(error) or "the store does not answer")
 

@@ -14,6 +14,7 @@ import structlog
 
 from keepstep_agent.adapters.checksum import crc64nvme
 from keepstep_agent.adapters.control_group import memory_limit_bytes
+from keepstep_agent.catalog.markers import committed_save
 from keepstep_agent.catalog.object_reads import if_there, read_object
 from keepstep_agent.core.agent.state import State
 from keepstep_agent.core.errors import ErrorKind, KeepstepError, StoreError
@@ -34,6 +35,7 @@ from keepstep_agent.core.stored.object_layout import (
     marker_key,
     parse_manifest_key,
     snapshot_key,
+    step_prefix,
     tombstones_prefix,
 )
 from keepstep_agent.core.stored.reservation import encode_reservation
@@ -48,6 +50,14 @@ async def is_committed(store: StoreReader, info: SaveInfo, announced_at: Mapping
     A marker that cannot be decoded commits nothing: a commit completes one that was cut short, and refuses any other.
     Raises StoreError(CONTRADICTION) when the save belongs to other announcements: then its keys are not ours.
     """
+    if not info.is_snapshot:
+        # Another output directory may have a save of this id, and its objects would be these.
+        listed = [committed_save(one) async for one in store.list(f"{step_prefix(info.step)}{info.save}")]
+        keys = {one.key for one in listed if one and one.save == info.save}
+        if keys - {marker_key(info)}:
+            raise _committed_by_another(info)
+        if not keys:
+            return False
     marker = None
     try:
         marker = await if_there(read_object(store, marker_key(info), decode_marker, limit_bytes=MARKER_BYTES))

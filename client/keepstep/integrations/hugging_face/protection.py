@@ -172,7 +172,7 @@ class Protection(TrainerCallback):  # type: ignore[misc]  # transformers may not
         If it fails on one rank, the others are told, and stop waiting.
         """
         run, checkpoint = self._run, self._checkpoint
-        if run is None or self._own_save or not owns(Owner.TRAINER) or not run.holds(checkpoint):
+        if run is None or self._own_save or not owns(Owner.TRAINER):
             save(*arguments, **keywords)
             return
 
@@ -195,6 +195,8 @@ class Protection(TrainerCallback):  # type: ignore[misc]  # transformers may not
         if run is not None:
             kind = Kind.FINAL if self._is_last else None
             run.announce(kind, then=lambda _: self._rotate(directory) if self._asynchronous(run) else None)
+            if self._is_last and not run.last_is_stored:
+                self._save_unasked()
 
     def _begin(self) -> FrameworkRun | None:
         """Return the run; None when this training is not protected."""
@@ -331,7 +333,7 @@ class Protection(TrainerCallback):  # type: ignore[misc]  # transformers may not
         middle, it leaves no `checkpoint-*`, which the Trainer would resume from in vain.
         """
         trainer, run = self._trainer, self._run
-        if run is None or self._saved_step == self._step:
+        if run is None or (self._saved_step == self._step and run.last_is_stored):
             return
         checkpoint = self._checkpoint
         if not run.holds(checkpoint):

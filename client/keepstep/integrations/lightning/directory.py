@@ -37,7 +37,7 @@ def directory_for(trainer: Any) -> Path | None:
 def has_numbered_versions(trainer: Any) -> bool:
     """Whether a logger will number the folder of this Trainer's checkpoints anew at each start."""
     logger = next(iter(trainer.loggers), None)
-    return logger is not None and not any(getattr(logger, name, None) for name in ("_version", "_id", "_run_id"))
+    return logger is not None and all(getattr(logger, name, None) is None for name in ("_version", "_id", "_run_id"))
 
 
 def outputs_of(trainer: Any, *, numbered: bool) -> list[Path]:

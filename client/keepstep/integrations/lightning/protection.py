@@ -81,6 +81,8 @@ class Protection:
         """Protect the next fit. `resumes`: the program names no checkpoint to begin from, or asks for the last one."""
         self._armed, self._resumes = True, resumes
         self._put_into_directory(trainer)
+        # Lightning itself chooses a directory for the others in their `setup`, which comes before this one's.
+        self._outputs = directory.outputs_of(trainer, numbered=self._numbered)
 
     def end(self) -> None:
         """End the protection after the fit, however it ended. Raises SystemExit after a just-in-time save."""
@@ -193,7 +195,8 @@ class Protection:
         else:
             warn(f"{type(trainer).__qualname__} is not saved just in time: SLURM's auto-requeue has the signals")
         originals = [getattr(owner, name) for owner, name, _ in methods]
-        self._outputs = directory.outputs_of(trainer, numbered=self._numbered)
+        # Those of the model's `configure_callbacks` are new.
+        self._outputs += directory.outputs_of(trainer, numbered=self._numbered)[len(self._outputs) :]
         self._run = FrameworkRun.for_training(*self._outputs)
         if self._run is None:
             return
@@ -224,8 +227,8 @@ class Protection:
         """Let what is saved in this start's version belong to the directory that has the versions of all starts."""
         for callback, output in zip(directory.model_checkpoints(trainer), self._outputs, strict=False):
             chosen = getattr(callback, "dirpath", None)
-            if chosen and "://" not in str(chosen) and run.holds(Path(chosen, _OWN).absolute()):
-                run.file_under(Path(chosen), run.in_volume(output))
+            if chosen and "://" not in str(chosen):
+                run.file_under(Path(chosen), output)
 
     def _load_loaders(self, trainer: Any, load: Callable[[], None]) -> None:
         if self._random_states is not None and not self._training:
@@ -289,7 +292,7 @@ class Protection:
             run.leave_unannounced()
         else:
             run.announce(contents.kind(trainer), then=lambda told: _remove_own(trainer, path) if told else None)
-        self._leaving = self._exit_asked
+        self._leaving = self._exit_asked and run.last_is_stored
 
     def _save_ours(self, trainer: Any, save: Callable[[], None], path: Path) -> None:
         failure: OSError | None = None
@@ -382,7 +385,7 @@ class Protection:
         """Return the directory of the program's own checkpoints if an agent can take them there, else Keepstep's."""
         assert self._run is not None
         chosen = getattr(trainer.checkpoint_callback, "dirpath", None)
-        if chosen and "://" not in str(chosen) and self._run.protects(Path(chosen, _OWN).absolute()):
+        if chosen and "://" not in str(chosen) and self._run.holds(Path(chosen, _OWN).absolute()):
             return Path(chosen).absolute()
         return self._run.in_volume(self._outputs[0]) if self._outputs else self._run.checkpoint_directory
 
