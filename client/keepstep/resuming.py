@@ -101,6 +101,29 @@ class Resumption:
         self._say(chosen)
         return place
 
+    def bring(self, place: Path) -> bool:
+        """Have a checkpoint brought back that the chosen one refers to; return whether it is there in all pods.
+
+        `place`: where it was saved, in the first of the training's own output directories.
+        """
+        session = self._session
+        key = f"resume/{session.next_number()}/referred"
+        if session.context().leads_pod and not place.exists():
+            output_key = directory_key(self._outputs[0]) if self._outputs else None
+            try:
+                restores = _restores(session)
+                found = restores.newest(_waiting(session), output_key, name=place.name)
+                if found:
+                    restores.fetch(found[0][1], None, _waiting(session))
+            except RestoreError as error:
+                _log.warning("not restored: path=%s error=%s hint=%s", place, error, error.hint)
+            except SystemExit:
+                session.context().coordinator.agree(key, ok=False)
+                raise
+        if not session.context().leads_pod:
+            return bool(session.context().coordinator.agree(key, seconds=WRITE_SECONDS))
+        return bool(session.context().coordinator.agree(key, ok=place.exists(), seconds=WRITE_SECONDS))
+
     def _choose(self) -> Record | None:
         chosen = self._chosen(_bring_all)
         if not isinstance(chosen, tuple):

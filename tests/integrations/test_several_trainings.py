@@ -21,7 +21,7 @@ KEEPSTEP = (sys.executable, "-m", "keepstep_agent")
 class Lives:
     """Starts a program under `keepstep run` until it has ended by itself; `output` is where it saves."""
 
-    def __init__(self, folder: Path, framework: str, place: str, ranks: int = 1) -> None:
+    def __init__(self, folder: Path, framework: str, place: str, ranks: int = 1, program: Path = PROGRAM) -> None:
         self._folder = folder
         self._volume = folder / "v"
         # Short names: a socket lies below them.
@@ -29,14 +29,14 @@ class Lives:
         launcher: Sequence[str] = (sys.executable,)
         if ranks > 1:
             launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}")
-        self._words = (*launcher, str(PROGRAM), framework)
+        self._words = (*launcher, str(program), framework)
         self.log = ""
 
-    def alone(self, *trainings: str) -> Sequence[str]:
+    def alone(self, *trainings: str, seen: tuple[str, ...] = ("learned ",)) -> Sequence[str]:
         output = self._folder / "alone"
         ended = self._run((*self._words, str(output), *trainings), {})
         assert ended.returncode == 0, ended.stderr
-        return learned(ended.stdout)
+        return [line for line in ended.stdout.splitlines() if line.startswith(seen)]
 
     def command(self, *trainings: str) -> str:
         return " ".join((*self._words, str(self.output), *trainings))
@@ -50,9 +50,11 @@ class Lives:
 
     def lose_the_disk(self) -> None:
         shutil.rmtree(self._volume)
+        shutil.rmtree(self._folder / "w" / "o", ignore_errors=True)
 
     def _run(self, words: Sequence[str], variables: dict[str, str]) -> "subprocess.CompletedProcess[str]":
         environment = {name: value for name, value in os.environ.items() if not name.startswith("KEEPSTEP_")}
+        environment["PYTHONPATH"] = str(Path(__file__).parents[2])
         environment |= {"GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", **variables}
         here = self._folder / "w"
         here.mkdir(exist_ok=True)

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Final
 
-from keepstep_agent.catalog.object_reads import DAMAGE, if_there, problem_of, read_object
+from keepstep_agent.catalog.object_reads import DAMAGE, for_each, if_there, problem_of, read_object
 from keepstep_agent.core.errors import ErrorKind, StoreError, checkpoint_corrupt
 from keepstep_agent.core.limits import MARKER_BYTES
 from keepstep_agent.core.model import CommitMarker
@@ -27,6 +27,7 @@ from keepstep_agent.core.stored.object_layout import (
 from keepstep_agent.core.stored.weights_marker import decode_weights_marker
 from keepstep_agent.ports import ObjectInfo, StoreReader
 
+_MARKERS_AT_ONCE: Final = 8
 _PAGE: Final = 1_000
 """How many keys a store lists at once."""
 
@@ -167,6 +168,22 @@ async def read_marker(store: StoreReader, committed: CommittedSave, *, run: str 
         if error.kind in DAMAGE:
             raise checkpoint_corrupt(f"{place} {problem_of(place, error)}") from error
         raise
+
+
+async def named(store: StoreReader, name: str, committed: Iterable[CommittedSave]) -> tuple[CommittedSave, ...]:
+    """Return those of the announced checkpoints that have this name, newest first. Reads all their markers."""
+    found: list[CommittedSave] = []
+
+    async def look(one: CommittedSave) -> None:
+        try:
+            if (await read_marker(store, one)).info.name == name:
+                found.append(one)
+        except StoreError as error:
+            if error.kind not in (*DAMAGE, ErrorKind.FORMAT_UNKNOWN):
+                raise
+
+    await for_each(tuple(committed), look, at_once=_MARKERS_AT_ONCE)
+    return newest_first(found)
 
 
 async def has_marker(store: StoreReader, committed: CommittedSave) -> bool:

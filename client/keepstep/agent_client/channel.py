@@ -123,8 +123,10 @@ class Channel:
         status: agent_pb2.Status = self._call("GetStatus", agent_pb2.GetStatusRequest())
         return status
 
-    def list_restorable(self, output_key: str | None, wait_seconds: float) -> agent_pb2.ListRestorableResponse:
-        request = agent_pb2.ListRestorableRequest(wait_ms=round(1000 * wait_seconds), output_key=output_key)
+    def list_restorable(
+        self, output_key: str | None, name: str, wait_seconds: float
+    ) -> agent_pb2.ListRestorableResponse:
+        request = agent_pb2.ListRestorableRequest(wait_ms=round(1000 * wait_seconds), output_key=output_key, name=name)
         deadline_seconds = wait_seconds + _ANSWER_SECONDS
         response: agent_pb2.ListRestorableResponse = self._call(
             "ListRestorable", request, deadline_seconds=deadline_seconds, urgent=True

@@ -44,15 +44,17 @@ class Restores:
     def __init__(self, channel: "Channel") -> None:
         self._channel = channel
 
-    def newest(self, on_wait: Callable[[str], object], output_key: str | None = None) -> Sequence[tuple[int, str]]:
+    def newest(
+        self, on_wait: Callable[[str], object], output_key: str | None = None, *, name: str = ""
+    ) -> Sequence[tuple[int, str]]:
         """Return the newest committed checkpoints as (step, save); empty if the destination has none.
 
-        `output_key`: of this output directory, as `directory_key` calls it; None: of all. `on_wait` gets a line from
-        time to time while the store does not answer.
+        `output_key`: of this output directory, as `directory_key` calls it; None: of all. `name`: only those of this
+        name, however old. `on_wait` gets a line from time to time while the store does not answer.
         """
         patience = _Patience(on_wait, "the newest checkpoints")
         while True:
-            answer = patience.answer(lambda: self._channel.list_restorable(output_key, WAIT_SECONDS))
+            answer = patience.answer(lambda: self._channel.list_restorable(output_key, name, WAIT_SECONDS))
             if answer is not None and answer.ready:
                 return [(one.step, one.save) for one in answer.checkpoints]
             patience.wait(0, 0, answer.storage_error if answer is not None else "")

@@ -1,7 +1,10 @@
-"""Links a checkpoint that a program has written outside the volume into it: no byte is copied."""
+"""Links checkpoints between the volume and the directories outside that programs write to: no byte is copied."""
 
 import os
+import shutil
 from pathlib import Path
+
+from keepstep.checkpoints.staged_save import delete
 
 
 def may_link(folder: Path, volume: Path) -> bool:
@@ -22,3 +25,21 @@ def link_tree(checkpoint: Path, to: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         for name in names:
             os.link(Path(parent, name), folder / name)
+
+
+def put_beside(checkpoint: Path, to: Path) -> None:
+    """Give a checkpoint of the volume its place outside, where nothing is; copy it if it cannot be linked.
+
+    Raises OSError.
+    """
+    partial = to.with_name(f".{to.name}.{os.getpid()}")
+    try:
+        try:
+            link_tree(checkpoint, partial)
+        except OSError:
+            delete(partial)
+            partial.parent.mkdir(parents=True, exist_ok=True)
+            (shutil.copytree if checkpoint.is_dir() else shutil.copy2)(checkpoint, partial)
+        partial.rename(to)
+    finally:
+        delete(partial)

@@ -20,18 +20,17 @@ from keepstep.asynchronous_saves.background_writer import BackgroundSave, Backgr
 from keepstep.asynchronous_saves.save_functions import handing_in
 from keepstep.autoload.post_import import warn
 from keepstep.checkpoints.ended_trainings import ended_before
-from keepstep.checkpoints.links import link_tree, may_link
-from keepstep.checkpoints.local_checkpoints import directory_in
+from keepstep.checkpoints.links import link_tree, put_beside
 from keepstep.checkpoints.records import Kind, Record, read_records
 from keepstep.errors import KeepstepError
 from keepstep.framework_run.after_save import BackgroundWrites, wait_until_quiet
+from keepstep.framework_run.output_directories import OutputDirectories
 from keepstep.gate import Action
 from keepstep.publishing import Publication
 from keepstep.ranks.coordinator import PATIENCE_SECONDS
 from keepstep.resuming import Resumption, SomeFiles
 from keepstep.session import PendingSave, Session
 from keepstep.settings import read_settings
-from keepstep_api.records import directory_key
 
 _log: Final = logging.getLogger("keepstep")
 _Result = TypeVar("_Result")
@@ -76,8 +75,7 @@ class FrameworkRun:
         self._pending: PendingSave | None = None
         self._exit_asked = False
         self._given_up = False
-        self._warned_of: set[Path] = set()
-        self._cannot_link = False
+        self.directories: Final = OutputDirectories(self._session.settings)
         self._writes = BackgroundWrites()
         self._writer = BackgroundWriter()
         self._copied_step = -1
@@ -94,10 +92,6 @@ class FrameworkRun:
         """Whether a program saves in folders of its own. The same on all ranks."""
         self._announced: Publication | None = None
         """The last checkpoint that the program may still change."""
-        self._outputs: dict[str, str] = {}
-        """To which output directory belongs what is saved in a directory, if that is another one."""
-        self._places: dict[Path, Path] = {}
-        """Where in the volume the checkpoints go of directories outside."""
 
     @classmethod
     def current(cls) -> "FrameworkRun":
@@ -147,7 +141,7 @@ class FrameworkRun:
 
     def _own(self, outputs: Sequence[str | Path]) -> Sequence[str]:
         """Return what records call these output directories; the checkpoint directory if there are none."""
-        return [self._directory_of(self.in_volume(output)) for output in outputs or [self.checkpoint_directory]]
+        return [self.directories.recorded(output) for output in outputs or [self.checkpoint_directory]]
 
     @property
     def stopping(self) -> bool:
@@ -158,32 +152,6 @@ class FrameworkRun:
     def checkpoint_directory(self) -> Path:
         """Where to write a checkpoint if the program names no directory."""
         return self._session.settings.checkpoint_directory
-
-    def in_volume(self, output: str | Path) -> Path:
-        """Return where in the volume the checkpoints of a program's output directory are saved, or would be.
-
-        One that lies outside has a folder of its own in the checkpoint directory, by its path as the program gave it:
-        a start may have another working directory.
-        """
-        output, absolute = Path(output), Path(output).absolute()
-        if self.holds(absolute / "checkpoint"):
-            return absolute
-        if absolute not in self._places:
-            is_plain = not output.is_absolute() and ".." not in output.parts
-            name = output if is_plain else f"{output.name}-{directory_key(str(output))}"
-            self._places[absolute] = self.checkpoint_directory / name
-        return self._places[absolute]
-
-    def file_under(self, directory: Path, output: Path) -> None:
-        """Let what is saved in `directory` belong to the output directory `output`."""
-        if self.holds(directory.absolute() / "checkpoint"):
-            self._outputs[self._directory_of(directory)] = self._directory_of(self.in_volume(output))
-        else:
-            self._places[directory.absolute()] = self.in_volume(output)
-
-    def _directory_of(self, directory: Path) -> str:
-        settings = self._session.settings
-        return directory_in(directory, settings.volume, settings.run_directory)
 
     @property
     def on_one_node(self) -> bool:
@@ -216,38 +184,6 @@ class FrameworkRun:
             return self._pending is not None
 
         return self._unless_given_up(admit, otherwise=True)
-
-    def protects(self, path: Path) -> bool:
-        """Return whether what is written to `path` can be stored. Says once per directory if it lies elsewhere."""
-        if self._given_up or self.holds(path):
-            return not self._given_up
-        links = self._links(path)
-        if path.parent not in self._warned_of:
-            self._warned_of.add(path.parent)
-            if links:
-                place = self.in_volume(path.parent)
-                warn(f"checkpoints in {path.parent} are linked into {place}, and stored from there")
-            else:
-                volume = self._session.settings.volume
-                warn(
-                    f"only what is saved just in time is stored: {path.parent} is on another filesystem than the "
-                    f"volume {volume}; hint: write checkpoints to {self.checkpoint_directory}"
-                )
-        return links
-
-    def _links(self, path: Path) -> bool:
-        """Whether a checkpoint outside the volume can be linked into it: then no program needs to change."""
-        settings = self._session.settings
-        if settings.socket is None or self._cannot_link or "://" in str(path):
-            return False
-        try:
-            return may_link(path.absolute().parent, settings.volume)
-        except OSError:
-            return False
-
-    def holds(self, path: Path) -> bool:
-        """Return whether `path` lies below the volume."""
-        return self._session.settings.volume.resolve() in path.resolve().parents
 
     def claimed(self, path: Path) -> AbstractContextManager[None]:
         """Claim a checkpoint while it is written: the agent's directory watch might take it for complete too early."""
@@ -339,11 +275,11 @@ class FrameworkRun:
         same_state = behind and step == self._copied_step and self._written_from_copy < _MOST_FROM_ONE_COPY
         if not same_state:
             self.wait()
-        outside = None if self.holds(path) else path
+        outside = None if self.directories.holds(path) else path
         with ExitStack() as claim:
             claim.enter_context(self.claimed(path))
             pending = self._begin(path, step, None)
-            path = path if outside is None else self.in_volume(path.parent) / path.name
+            path = path if outside is None else self.directories.in_volume(path.parent) / path.name
             publication = None if pending is None else self._publication(pending, path)
             self._saved = saved = _Saved(
                 path=path,
@@ -395,13 +331,12 @@ class FrameworkRun:
                 link_tree(saved.outside, publication.written)
         except OSError as error:
             linked = False
-            self._cannot_link = True
+            self.directories.linkable = False
             _log.warning("checkpoint not stored, it cannot be linked: path=%s error=%s", saved.outside, error)
         return publication.place(written=linked)
 
     def _publication(self, pending: PendingSave, path: Path) -> Publication:
-        output = self._outputs.get(self._directory_of(path.parent), "")
-        return Publication(self._session, pending, path, output=output)
+        return Publication(self._session, pending, path, output=self.directories.output_of(path))
 
     def _save_behind(
         self,
@@ -619,6 +554,27 @@ class FrameworkRun:
         place = self._session.context().local.place(chosen)
         return SomeFiles(place=place, directory=place, files=())
 
+    def bring(self, path: Path, output: str | Path) -> None:
+        """Have a checkpoint there that a restored state refers to, such as the best one, and say if it cannot be had.
+
+        All ranks call this with the same path. `output`: its output directory.
+        """
+        path = path.absolute()
+        is_here = self._unless_given_up(lambda: self.same(0, path.exists()), otherwise=True)
+        if path.exists() and is_here:
+            return
+        place = path if self.directories.holds(path) else self.directories.in_volume(output) / path.name
+        brought = self._unless_given_up(lambda: self._resumption([output]).bring(place), otherwise=False)
+        try:
+            if brought and place != path and self._session.context().leads_pod and not path.exists():
+                put_beside(place, path)
+        except OSError as error:
+            _log.warning("not put back: path=%s error=%s", path, error)
+            brought = False
+        if self._unless_given_up(lambda: self.same(0, brought), otherwise=False) and brought:
+            return
+        warn(f"the state that training resumes from refers to {path}, which cannot be had")
+
     def _resumption(self, outputs: Sequence[str | Path]) -> Resumption:
         return Resumption(self._session, self._own(outputs) if outputs else None)
 
@@ -659,7 +615,7 @@ class FrameworkRun:
 
         `waiting`: it begins now. If not, nothing told of its beginning, and nobody knows how long training waited.
         """
-        is_protected = self.protects(path)
+        is_protected = not self._given_up and self.directories.protects(path)
         if not is_protected or (self._pending is not None and self._pending.step != step):
             self._abort_pending()
         pending, self._pending = self._pending, None

@@ -109,7 +109,7 @@ class _Loop:
             # Accelerate itself says why it does not save over a checkpoint of its own naming.
             return self._save_state(output_dir, *arguments, **named)
         path, step = Path(place).absolute(), self.step
-        run.in_volume(Path(place).parent)
+        run.directories.in_volume(Path(place).parent)
 
         def write(aside: Path) -> None:
             if aside == path:
@@ -253,11 +253,11 @@ class _Loop:
 
     def _next_place(self, run: FrameworkRun, step: int) -> Path:
         if self._project.automatic_checkpoint_naming:
-            return run.in_volume(self._automatic_directory) / self._next_automatic().name
+            return run.directories.in_volume(self._automatic_directory) / self._next_automatic().name
         if self._place is None:
             return run.checkpoint_directory / f"checkpoint-{step}"
         name = next_name(self._place.name, self._place_step, step, default=f"checkpoint-{step}")
-        return run.in_volume(self._place.parent) / name
+        return run.directories.in_volume(self._place.parent) / name
 
     def _next_automatic(self) -> Path:
         return self._automatic_directory / f"checkpoint_{self._accelerator.save_iteration}"

@@ -112,7 +112,7 @@ class _Training:
         if not self._acts or not self._announceable:
             return self._save(save_dir, tag, client_state, *arguments, **named)
         path = Path(save_dir, tag).absolute()
-        self.run.in_volume(save_dir)
+        self.run.directories.in_volume(save_dir)
 
         def write(place: Path) -> None:
             # The file that names the newest checkpoint is written beside it, and follows it.
@@ -223,7 +223,7 @@ class _Training:
         default = f"global_step{step}"
         directory, tag = self.run.checkpoint_directory, default
         if self._directory is not None:
-            directory = self.run.in_volume(self._directory)
+            directory = self.run.directories.in_volume(self._directory)
         if self._place is not None:
             tag = next_name(self._place.name, self._place_step, step, default=default)
         client_state, passed_at = self._programs_client_state(), self._client_step

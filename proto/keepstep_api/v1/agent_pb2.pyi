@@ -354,12 +354,14 @@ class ListCheckpointsResponse(_message.Message):
     def __init__(self, checkpoints: _Optional[_Iterable[_Union[Checkpoint, _Mapping]]] = ...) -> None: ...
 
 class ListRestorableRequest(_message.Message):
-    __slots__ = ("wait_ms", "output_key")
+    __slots__ = ("wait_ms", "output_key", "name")
     WAIT_MS_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_KEY_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
     wait_ms: int
     output_key: str
-    def __init__(self, wait_ms: _Optional[int] = ..., output_key: _Optional[str] = ...) -> None: ...
+    name: str
+    def __init__(self, wait_ms: _Optional[int] = ..., output_key: _Optional[str] = ..., name: _Optional[str] = ...) -> None: ...
 
 class RestorableCheckpoint(_message.Message):
     __slots__ = ("step", "save", "output_key")

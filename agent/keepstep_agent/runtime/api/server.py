@@ -206,7 +206,7 @@ class AgentService(agent_pb2_grpc.AgentServicer):
         self, request: agent_pb2.ListRestorableRequest, context: Any
     ) -> agent_pb2.ListRestorableResponse:
         output_key = request.output_key if request.HasField("output_key") else None
-        found = await self._fetches.restorable(output_key, request.wait_ms / 1000)
+        found = await self._fetches.restorable(output_key, request.wait_ms / 1000, name=request.name)
         return agent_pb2.ListRestorableResponse(
             ready=found.committed is not None,
             checkpoints=[

@@ -130,14 +130,15 @@ class Fetches:
             return None
         return self._progress(fetch, fetch.done_bytes, fetch.wanted_bytes)
 
-    async def restorable(self, output_key: str | None, wait_seconds: float) -> Restorable:
+    async def restorable(self, output_key: str | None, wait_seconds: float, *, name: str = "") -> Restorable:
         """Return the newest that are committed and not known to be damaged, of an output directory or of all.
 
+        With a name, those of this name, however old.
         Waits so long for a store that is away. Raises StoreError(CHECKPOINT_CORRUPT) if there are some, and all of them
         are damaged.
         """
         self._was_asked = True
-        return await self._listing.until(_after(wait_seconds), output_key=output_key)
+        return await self._listing.until(_after(wait_seconds), output_key=output_key, name=name)
 
     async def fetch(self, save: str, ranges: Sequence[FileRange], *, whole: bool, wait_seconds: float) -> FetchProgress:
         """Ask for all of a committed checkpoint or for ranges of its files, and wait so long.

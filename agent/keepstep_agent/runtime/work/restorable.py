@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
-from keepstep_agent.catalog.markers import list_committed
+from keepstep_agent.catalog.markers import list_committed, named
 from keepstep_agent.catalog.weights_only import refuse_fresh_start
 from keepstep_agent.core.errors import KeepstepError, StoreError, checkpoint_corrupt, retry_delay_seconds
 from keepstep_agent.core.policies.restore_choice import CommittedSave, by_output, newest_first
@@ -33,7 +33,7 @@ class RestorableListing:
         self.failures: dict[str, str] = {}
         self._store = store
 
-    async def until(self, give_up_at: float, *, output_key: str | None = None) -> Restorable:
+    async def until(self, give_up_at: float, *, output_key: str | None = None, name: str = "") -> Restorable:
         """As `read`; again and again, until this time of the loop's clock, if the store is away."""
         storage_error = "the store has not answered yet"
         with suppress(TimeoutError):
@@ -41,7 +41,7 @@ class RestorableListing:
                 attempt = 1
                 while True:
                     try:
-                        return Restorable(committed=await self.read(output_key=output_key))
+                        return Restorable(committed=await self.read(output_key=output_key, name=name))
                     except StoreError as failure:
                         delay_seconds = retry_delay_seconds(failure.kind, attempt, random.random())  # noqa: S311 - jitter
                         if delay_seconds is None:
@@ -51,10 +51,10 @@ class RestorableListing:
                     await asyncio.sleep(delay_seconds)
         return Restorable(committed=None, storage_error=storage_error)
 
-    async def read(self, *, output_key: str | None = None) -> Sequence[CommittedSave]:
-        """Return the newest that can be restored of this output directory, or of each. Raises StoreError.
+    async def read(self, *, output_key: str | None = None, name: str = "") -> Sequence[CommittedSave]:
+        """Return the newest that can be restored of this output directory, or of each; with a `name`, all of that name.
 
-        That is StoreError(CHECKPOINT_CORRUPT) if there are some and none can be restored.
+        Raises StoreError: StoreError(CHECKPOINT_CORRUPT) if there are some and none can be restored.
         """
         store = await self._store.get()
         outputs = by_output(await list_committed(store))
@@ -62,7 +62,10 @@ class RestorableListing:
             await refuse_fresh_start(store)
         self.known = {one.save: one for found in outputs.values() for one in found}
         wanted = [found for key, found in outputs.items() if output_key in {None, key}]
-        usable = [[one for one in found if one.save not in self.failures][:_NEWEST] for found in wanted]
+        usable = [[one for one in found if one.save not in self.failures] for found in wanted]
+        if name:
+            return await named(store, name, [one for found in usable for one in found])
+        usable = [found[:_NEWEST] for found in usable]
         if wanted and not any(usable):
             raise checkpoint_corrupt("none of the committed checkpoints can be restored")
         return newest_first([one for found in usable for one in found])

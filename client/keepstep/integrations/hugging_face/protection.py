@@ -8,6 +8,7 @@ just-in-time saving (`enable_jit_checkpoint`), which stops each rank by itself a
 SIGTERM.
 """
 
+import json
 import logging
 import signal
 import threading
@@ -85,6 +86,7 @@ class Protection(TrainerCallback):  # type: ignore[misc]  # transformers may not
             if resume_from_checkpoint and resume_from_checkpoint is not True:
                 self._resumed = Path(resume_from_checkpoint)
                 resume_from_checkpoint = str(resume_from_checkpoint)
+                self._bring_best(run, self._resumed)
             result = train(resume_from_checkpoint, *arguments, **keywords)
             run.ended(self._output)
             return result
@@ -139,7 +141,12 @@ class Protection(TrainerCallback):  # type: ignore[misc]  # transformers may not
             control.should_evaluate = control.should_save = False
             log_evaluate_save(*arguments, **keywords)
             self._stop(run, evaluation_due=evaluation_due)
-        if control.should_save and not self._is_last and run.holds(self._checkpoint) and not run.admits(self._step):
+        if (
+            control.should_save
+            and not self._is_last
+            and run.directories.holds(self._checkpoint)
+            and not run.admits(self._step)
+        ):
             control.should_save = False
         if control.should_evaluate:
             try:
@@ -215,12 +222,22 @@ class Protection(TrainerCallback):  # type: ignore[misc]  # transformers may not
         if run is None:
             return None
         # Only says so: what Keepstep has saved lies in the volume in any case.
-        run.protects(Path(self._output) / "checkpoint-*")
+        run.directories.protects(Path(self._output) / "checkpoint-*")
         run.hold_sigterm()
         saves = trainer.args.should_save or trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled
         if saves and self._asynchronous(run):
             run.expect_saves()
         return run
+
+    def _bring_best(self, run: FrameworkRun, resumed: Path) -> None:
+        """Have the best checkpoint there, which the Trainer loads at the end: on a new machine only the newest is."""
+        try:
+            best = json.loads((resumed / "trainer_state.json").read_bytes())["best_model_checkpoint"]
+        except (OSError, ValueError, LookupError):
+            # The Trainer says what is wrong with it.
+            best = None
+        if best is not None and self._trainer.args.load_best_model_at_end:
+            run.bring(Path(best), self._output)
 
     def _is_found(self, run: FrameworkRun, wish: Any) -> bool:
         """Whether the program leaves it to others what to resume from, the same on all ranks."""
@@ -336,8 +353,8 @@ class Protection(TrainerCallback):  # type: ignore[misc]  # transformers may not
         if run is None or (self._saved_step == self._step and run.last_is_stored):
             return
         checkpoint = self._checkpoint
-        if not run.holds(checkpoint):
-            checkpoint = run.in_volume(self._output) / checkpoint.name
+        if not run.directories.holds(checkpoint):
+            checkpoint = run.directories.in_volume(self._output) / checkpoint.name
 
         def write(path: Path) -> None:
             weights_alone = self._saves_weights_alone

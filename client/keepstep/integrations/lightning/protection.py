@@ -122,6 +122,8 @@ class Protection:
         self._steps_done = trainer.global_step
         if self._training:
             contents.leave_step_saved(trainer)
+        if self._training and self._run is not None and self._resumed_name:
+            self._bring_best(trainer, self._run)
         if self._training and self._random_states is not None:
             # The loaders' iterators exist, and making them has drawn from the generators.
             if self._resumes:
@@ -219,7 +221,7 @@ class Protection:
     def _newest(self, trainer: Any, run: FrameworkRun, last: Any) -> str | None:
         """Return what to resume from. `last`: the last checkpoint that Lightning found, if the program asked for it."""
         found = Path(last) if last else None
-        step = contents.step_of(trainer, last) if found and not run.holds(found.absolute()) else -1
+        step = contents.step_of(trainer, last) if found and not run.directories.holds(found.absolute()) else -1
         newest = run.newest(*(self._outputs or [run.checkpoint_directory]), found=found, found_step=step)
         return None if newest is None else str(newest)
 
@@ -228,7 +230,14 @@ class Protection:
         for callback, output in zip(directory.model_checkpoints(trainer), self._outputs, strict=False):
             chosen = getattr(callback, "dirpath", None)
             if chosen and "://" not in str(chosen):
-                run.file_under(Path(chosen), output)
+                run.directories.file_under(Path(chosen), output)
+
+    def _bring_best(self, trainer: Any, run: FrameworkRun) -> None:
+        """Have the best checkpoints there that each ModelCheckpoint knows: on a new machine only the newest is."""
+        for callback, output in zip(directory.model_checkpoints(trainer), self._outputs, strict=False):
+            kept = callback.best_k_models if callback.save_top_k > 0 else {}
+            for path in dict.fromkeys(filter(None, (callback.best_model_path, *kept))):
+                run.bring(Path(path), output)
 
     def _load_loaders(self, trainer: Any, load: Callable[[], None]) -> None:
         if self._random_states is not None and not self._training:
@@ -385,9 +394,9 @@ class Protection:
         """Return the directory of the program's own checkpoints if an agent can take them there, else Keepstep's."""
         assert self._run is not None
         chosen = getattr(trainer.checkpoint_callback, "dirpath", None)
-        if chosen and "://" not in str(chosen) and self._run.holds(Path(chosen, _OWN).absolute()):
+        if chosen and "://" not in str(chosen) and self._run.directories.holds(Path(chosen, _OWN).absolute()):
             return Path(chosen).absolute()
-        return self._run.in_volume(self._outputs[0]) if self._outputs else self._run.checkpoint_directory
+        return self._run.directories.in_volume(self._outputs[0]) if self._outputs else self._run.checkpoint_directory
 
 
 def make_protection(package: str) -> Protection:

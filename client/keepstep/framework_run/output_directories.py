@@ -1,0 +1,85 @@
+"""Where a program's output directories lie in the volume, and what records call them.
+
+One outside the volume has a folder of its own in the checkpoint directory, by its path as the program gave it: a start
+may have another working directory. What is written to it is linked there if both are of one filesystem, and stored.
+"""
+
+from pathlib import Path
+
+from keepstep.autoload.post_import import warn
+from keepstep.checkpoints.links import may_link
+from keepstep.checkpoints.local_checkpoints import directory_in
+from keepstep.settings import Settings
+from keepstep_api.records import directory_key
+
+
+class OutputDirectories:
+    """The output directories of one process. `linkable`: false once a link was refused."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.linkable = True
+        self._settings = settings
+        self._outputs: dict[str, str] = {}
+        """To which output directory belongs what is saved in a directory, if that is another one."""
+        self._places: dict[Path, Path] = {}
+        """Where in the volume the checkpoints go of directories outside."""
+        self._told: set[Path] = set()
+
+    def holds(self, path: Path) -> bool:
+        """Return whether `path` lies below the volume."""
+        return self._settings.volume.resolve() in path.resolve().parents
+
+    def in_volume(self, output: str | Path) -> Path:
+        """Return where in the volume the checkpoints of an output directory are saved, or would be."""
+        output, absolute = Path(output), Path(output).absolute()
+        if self.holds(absolute / "checkpoint"):
+            return absolute
+        if absolute not in self._places:
+            is_plain = not output.is_absolute() and ".." not in output.parts
+            name = output if is_plain else f"{output.name}-{directory_key(str(output))}"
+            self._places[absolute] = self._settings.checkpoint_directory / name
+        return self._places[absolute]
+
+    def file_under(self, directory: Path, output: Path) -> None:
+        """Let what is saved in `directory` belong to the output directory `output`."""
+        if self.holds(directory.absolute() / "checkpoint"):
+            self._outputs[self._recorded(directory)] = self.recorded(output)
+        else:
+            self._places[directory.absolute()] = self.in_volume(output)
+
+    def recorded(self, output: str | Path) -> str:
+        """Return what records call an output directory."""
+        return self._recorded(self.in_volume(output))
+
+    def output_of(self, checkpoint: Path) -> str:
+        """Return what a record of this checkpoint has as its output directory."""
+        return self._outputs.get(self._recorded(checkpoint.parent), "")
+
+    def protects(self, path: Path) -> bool:
+        """Return whether what is written to `path` can be stored. Says once per directory if it lies elsewhere."""
+        if self.holds(path):
+            return True
+        links = self._links(path)
+        if path.parent not in self._told:
+            self._told.add(path.parent)
+            if links:
+                place = self.in_volume(path.parent)
+                warn(f"checkpoints in {path.parent} are linked into {place}, and stored from there")
+            else:
+                warn(
+                    f"only what is saved just in time is stored: {path.parent} is on another filesystem than the "
+                    f"volume {self._settings.volume}; hint: write checkpoints to {self._settings.checkpoint_directory}"
+                )
+        return links
+
+    def _links(self, path: Path) -> bool:
+        """Whether a checkpoint outside the volume can be linked into it. Without an agent nobody stores it there."""
+        if self._settings.socket is None or not self.linkable or "://" in str(path):
+            return False
+        try:
+            return may_link(path.absolute().parent, self._settings.volume)
+        except OSError:
+            return False
+
+    def _recorded(self, directory: Path) -> str:
+        return directory_in(directory, self._settings.volume, self._settings.run_directory)
