@@ -57,7 +57,7 @@ class Checkpointer:
             default the environment decides, else it is true.
 
     Raises:
-        UsageError: An argument makes no sense. Or another program of this run has ended its training in this directory.
+        UsageError: An argument makes no sense.
         VolumeError: The directory cannot be written.
 
     Example:
@@ -89,7 +89,6 @@ class Checkpointer:
         if keep_local < 1:
             raise UsageError(ErrorKind.BAD_ARGUMENT, f"keep_local is {keep_local}", hint="keep at least one checkpoint")
         settings = read_settings(os.environ, directory=directory, name=name, volume=volume, socket=socket)
-        _refuse_second_program(settings)
         self._keep_local = keep_local
         self._pending: PendingSave | None = None
         self._schedule = SaveSchedule(time.monotonic())
@@ -114,6 +113,7 @@ class Checkpointer:
             Its directory, to load from; None to start from step 0.
 
         Raises:
+            UsageError: Another program of this run has ended its training in this directory.
             VolumeError: The pods of the job have checkpoints, but none in common.
             RanksError: Some ranks did not come.
             RestoreError: There may be a checkpoint at the destination, and it cannot be had.
@@ -147,7 +147,19 @@ class Checkpointer:
         self._writer.wait()
         if self._session.ends_untrained():
             self._session.leave()
+        self._refuse_second_program()
         return Resumption(self._session, [_own_directory(self._session.settings)], by_framework=False)
+
+    def _refuse_second_program(self) -> None:
+        settings, context = self._session.settings, self._session.context()
+        own, place = _own_directory(settings), settings.checkpoint_directory
+        is_first = not context.leads_pod or not ended_before(settings.records_directory, own, place)
+        if context.coordinator.agree(f"first/{self._session.next_number()}", is_first) is False:
+            raise UsageError(
+                ErrorKind.BAD_ARGUMENT,
+                f"another training of this run has ended in {place}, and this one would resume from its checkpoints",
+                hint="give each program of a run a name: Checkpointer(name=…)",
+            )
 
     def _resume_from(self, newest: Record) -> Path:
         self._schedule.saved(newest.step, time.monotonic())
@@ -299,7 +311,8 @@ class Checkpointer:
         self._forget_begun()
         if self._session.stopping:
             self._session.leave()
-        self._session.note_end([_own_directory(self._session.settings)])
+        settings = self._session.settings
+        self._session.note_end({_own_directory(settings): settings.checkpoint_directory})
         self._session.close()
 
     def close(self) -> None:
@@ -420,16 +433,6 @@ class Checkpointer:
         if self._pending is not None:
             self._session.abort(self._pending)
         self._pending = None
-
-
-def _refuse_second_program(settings: Settings) -> None:
-    if ended_before(settings.records_directory, _own_directory(settings)):
-        raise UsageError(
-            ErrorKind.BAD_ARGUMENT,
-            f"another training of this run has ended in {settings.checkpoint_directory}, and this one would resume "
-            "from its checkpoints",
-            hint="give each program of a run a name: Checkpointer(name=…)",
-        )
 
 
 def _own_directory(settings: Settings) -> str:

@@ -11,6 +11,7 @@ restarted in place. If one pod finds the choice damaged, all choose again withou
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -83,20 +84,21 @@ class Resumption:
         self._say(chosen)
         return chosen
 
-    def choose_or(self, found: Path, step: int) -> Path:
-        """As `choose`, where the framework finds this checkpoint of that step in its own directory; return the path.
+    def choose_or(self, found: Path | None, step: int) -> Path | None:
+        """As `choose`, where the framework may find a checkpoint of that step by itself; return the path.
 
         It may lie outside the volume and outlive a pod. Then it is taken if it is newer, and of one step on all ranks.
         """
         chosen = self._choose()
         session = self._session
-        is_outside = not found.resolve().is_relative_to(session.settings.volume.resolve())
+        is_outside = found is not None and not found.resolve().is_relative_to(session.settings.volume.resolve())
+        # On all ranks, whatever each of them has found.
         is_one = session.context().coordinator.same(f"resume/{session.next_number()}/found", str((is_outside, step)))
-        if chosen is None or (is_one and is_outside and step > chosen.step):
+        if found is not None and is_one and (chosen is None or (is_outside and step > chosen.step)):
             self._tell(f"resuming from {found}, which the program found")
             return found
-        place = self._local.place(chosen)
-        if place.resolve() != found.resolve():
+        place = None if chosen is None else self._local.place(chosen)
+        if found is not None and (place is None or place.resolve() != found.resolve()):
             self._passed_over[""] = f"{found}, which the program found"
         self._say(chosen)
         return place
@@ -263,14 +265,20 @@ class Resumption:
     def _committed(self, progress: str, *, can_do_without: bool) -> Sequence[tuple[int, str]]:
         """Return the committed checkpoints that this pod can have. Raises RestoreError."""
         keys = [None] if self._outputs is None else [directory_key(output) for output in self._outputs]
-        try:
-            restores = _restores(self._session)
-            return [one for key in keys for one in restores.newest(_waiting(self._session, progress), key)]
-        except RestoreError as error:
-            # All of them are damaged.
-            if error.kind is ErrorKind.CHECKPOINT_DAMAGED and can_do_without:
-                return ()
-            raise
+        restores = _restores(self._session)
+        found: list[tuple[int, str]] = []
+        damaged: RestoreError | None = None
+        for key in keys:
+            try:
+                found += restores.newest(_waiting(self._session, progress), key)
+            except RestoreError as error:
+                # All of that output directory are damaged.
+                if error.kind is not ErrorKind.CHECKPOINT_DAMAGED:
+                    raise
+                damaged = error
+        if damaged is not None and not found and not can_do_without:
+            raise damaged
+        return found
 
     def _say(self, chosen: Record | None) -> None:
         if chosen is not None:
@@ -280,9 +288,11 @@ class Resumption:
         places = [session.settings.volume] if own is None else [self._local.folder(output) for output in own]
         what = f"starting from step 0, there is no checkpoint in {' or in '.join(map(str, places))}"
         if session.settings.lazy and own is not None and session.context().coordinator.ranks.rank == 0:
-            others = _restores(session).newest(_waiting(session), None)
-            if others:
-                self._passed_over["destination"] = f"{len(others)} at the destination, of other output directories"
+            # Only a line for people: no trouble with it may end this rank alone.
+            with suppress(RestoreError):
+                others = _restores(session).newest(lambda line: None, None)
+                if others:
+                    self._passed_over["destination"] = f"{len(others)} at the destination, of other output directories"
         if self._passed_over:
             # Nobody should begin anew by mistake.
             self._tell(what)
@@ -290,11 +300,12 @@ class Resumption:
             _log.info("%s", what)
 
     def _tell(self, what: str) -> None:
-        """Write the line of this start, also for a program that configures no logging."""
+        """Write the line of this start. In a run it is seen, also if the program configures no logging."""
         if self._session.context().coordinator.ranks.rank == 0:
+            say = warn if self._session.settings.socket is not None else _log.info
             over = [place for _, place in sorted(self._passed_over.items())]
             more = f" and {len(over) - _MOST_SAID} more" if len(over) > _MOST_SAID else ""
-            warn(f"{what}; passed over: {', '.join(over[:_MOST_SAID])}{more}" if over else what)
+            say(f"{what}; passed over: {', '.join(over[:_MOST_SAID])}{more}" if over else what)
 
 
 def _bring_all(restores: Restores, save: str, waiting: Callable[[str], None]) -> Path:

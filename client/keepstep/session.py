@@ -13,7 +13,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -283,13 +283,13 @@ class Session:
             # No other save follows a just-in-time or a final one.
             return self._announce(record, path, urgent=record.kind is not Kind.PERIODIC)
 
-    def note_end(self, outputs: Sequence[str]) -> None:
-        """Note that the training of these output directories, as records call them, has ended by itself."""
+    def note_end(self, origins: Mapping[str, Path]) -> None:
+        """Note that the training of these output directories has ended by itself: by recorded name, where they are."""
         context = self._context
         if context is not None and context.leads_pod:
             try:
-                for output in outputs:
-                    note_end(context.local.records, output)
+                for output, origin in origins.items():
+                    note_end(context.local.records, output, origin)
             except OSError as error:
                 _log.warning("the end of the training is not noted: error=%s", error)
 

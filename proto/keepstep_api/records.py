@@ -13,6 +13,8 @@ from typing import Any, Final
 from keepstep_api.names import RECORD_FORMAT
 
 SUFFIX: Final = ".json"
+CHECKPOINT_DIRECTORY: Final = ":"
+"""As the output directory of a checkpoint in another folder: the run's checkpoint directory."""
 
 
 def directory_key(directory: str) -> str:
@@ -21,6 +23,11 @@ def directory_key(directory: str) -> str:
     `directory` is relative to the volume, and empty for the checkpoint directory.
     """
     return sha256(directory.encode(errors="surrogateescape")).hexdigest()[:12] if directory else ""
+
+
+def belongs_to(directory: str, output: str) -> str:
+    """Return the output directory that a checkpoint belongs to, which lies in `directory`; as for `directory_key`."""
+    return "" if output == CHECKPOINT_DIRECTORY else output or directory
 
 
 def record_file(directory: str, name: str) -> str:
@@ -86,7 +93,7 @@ class Record:
     @property
     def belongs_to(self) -> str:
         """The output directory that it belongs to, relative to the volume; empty: the checkpoint directory."""
-        return self.output or self.directory
+        return belongs_to(self.directory, self.output)
 
     @property
     def order(self) -> tuple[int, float]:

@@ -21,9 +21,6 @@ ASIDE = Path("/volume/.keepstep/saving/1/checkpoint")
 class Run:
     """What was announced, in place of a FrameworkRun."""
 
-    checkpoint_directory = Path("/volume/checkpoints")
-    on_one_node = True
-
     def __init__(self) -> None:
         self.announced: list[tuple[Path, int]] = []
         self.places: list[Path] = []
@@ -207,12 +204,3 @@ def test_sigterm_stays_the_programs(saver: ModuleType, run: Run, monkeypatch: py
     before = signal.getsignal(signal.SIGTERM)
     saver.save({}, checkpoint_id="/volume/step-5")
     assert signal.getsignal(signal.SIGTERM) == before
-
-
-def test_a_save_below_the_checkpoint_directory_is_left_to_snapshots_on_one_node(saver: ModuleType, run: Run) -> None:
-    saver.save({}, checkpoint_id="/volume/checkpoints/outputs/step-5")
-    assert run.announced == []
-    saver.save({}, checkpoint_id="/volume/checkpoints/step-5")
-    run.on_one_node = False
-    saver.save({}, checkpoint_id="/volume/checkpoints/outputs/step-6")
-    assert [step for _, step in run.announced] == [5, 6]

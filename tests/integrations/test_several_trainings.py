@@ -63,6 +63,11 @@ class Lives:
         )
 
 
+def resumed(output: str) -> Sequence[str]:
+    lines = (line.partition("; passed over")[0] for line in output.splitlines())
+    return [line for line in lines if line.startswith("keepstep: resuming from step ")]
+
+
 def learned(output: str) -> Sequence[str]:
     return [line for line in output.splitlines() if line.startswith("learned ")]
 
@@ -92,7 +97,7 @@ def test_each_training_of_a_process_goes_on_where_it_was(
     second = lives.start(lives.command("one", "two"))
     assert second.returncode == 0, second.stderr
     assert learned(second.stdout) == expected, lives.log
-    assert lives.log.count("keepstep: resuming from step ") >= 1
+    assert f"/{stage.partition(':')[0]}/" in resumed(second.stderr)[-1 if stage.startswith("two") else 0]
 
 
 @pytest.mark.parametrize("framework", ["hugging_face", "checkpointer", *nightly("lightning", "accelerate")])
@@ -107,6 +112,7 @@ def test_each_process_of_a_run_has_a_training_of_its_own(framework: str, tmp_pat
     second = lives.start(sweep)
     assert second.returncode == 0, second.stderr
     assert learned(second.stdout) == expected, lives.log
+    assert [line.split("/")[-3 if framework == "accelerate" else -2] for line in resumed(second.stderr)] == ["a", "b"]
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
@@ -146,10 +152,17 @@ def test_a_second_training_in_one_directory_ends_as_it_does_alone(
 
 @pytest.mark.parametrize("framework", ["hugging_face", "lightning"])
 @pytest.mark.parametrize(
-    ("ending", "disk"), [("STOPPED_AT", "lost"), pytest.param("KILLED_AT", "kept", marks=pytest.mark.nightly)]
+    ("ending", "disk", "place"),
+    [
+        ("STOPPED_AT", "lost", "inside"),
+        pytest.param("KILLED_AT", "kept", "inside", marks=pytest.mark.nightly),
+        pytest.param("STOPPED_AT", "lost", "outside", marks=pytest.mark.nightly),
+    ],
 )
-def test_two_ranks_go_on_in_each_of_their_trainings(framework: str, ending: str, disk: str, tmp_path: Path) -> None:
-    lives = Lives(tmp_path, framework, "inside", ranks=2)
+def test_two_ranks_go_on_in_each_of_their_trainings(
+    framework: str, ending: str, disk: str, place: str, tmp_path: Path
+) -> None:
+    lives = Lives(tmp_path, framework, place, ranks=2)
     expected = lives.alone("one", "two")
     first = lives.start(lives.command("one", "two"), **{ending: "two:1:5"})
     assert first.returncode != 0, first.stderr
@@ -159,3 +172,36 @@ def test_two_ranks_go_on_in_each_of_their_trainings(framework: str, ending: str,
     assert second.returncode == 0, second.stderr
     assert learned(second.stdout) == expected, lives.log
     assert "resuming from step 6: " in second.stderr
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("framework", "wish"), [("hugging_face", "last"), ("hugging_face", "weights"), ("lightning", "last")]
+)
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("disk", ["kept", "lost"])
+def test_what_a_program_asks_for_by_itself_is_the_newest(
+    framework: str, wish: str, ranks: int, disk: str, tmp_path: Path
+) -> None:
+    lives = Lives(tmp_path, framework, "inside", ranks=ranks)
+    expected = lives.alone("one")
+    first = lives.start(lives.command("one"), STOPPED_AT="one:0:5", WISH=wish)
+    assert first.returncode != 0, first.stderr
+    if disk == "lost":
+        lives.lose_the_disk()
+    second = lives.start(lives.command("one"), WISH=wish)
+    assert second.returncode == 0, second.stderr
+    assert learned(second.stdout) == expected, lives.log
+    assert "resuming from step 4: " not in second.stderr
+
+
+def test_two_stages_that_give_the_same_relative_directory_are_two(tmp_path: Path) -> None:
+    """Each in a working directory of its own: they have one place in the volume, and the second one is refused it."""
+    lives = Lives(tmp_path, "hugging_face", "outside")
+    expected = lives.alone("one")
+    stages = " && ".join(f"(mkdir -p {folder} && cd {folder} && {lives.command('one')})" for folder in ("a", "b"))
+    ended = lives.start(stages)
+    assert ended.returncode == 0, ended.stderr
+    assert learned(ended.stdout) == [*expected, *expected]
+    assert resumed(ended.stderr) == []
+    assert "keepstep: this training is not protected: another one has ended in its output directory" in ended.stderr

@@ -13,6 +13,7 @@ from keepstep_agent.core.errors import ErrorKind, StoreError
 from keepstep_agent.core.model import AnnouncementTime, FileEntry, Kind, RankManifest, SaveInfo
 from keepstep_agent.core.stored.manifest import encode_manifest
 from keepstep_agent.core.stored.object_layout import manifest_key, marker_key
+from keepstep_agent.ports import ObjectInfo
 from keepstep_agent.runtime.work.duplicate_save_guard import DuplicateSaveGuard, is_committed
 
 
@@ -48,7 +49,13 @@ async def _refusal(look: DuplicateSaveGuard, store: FakeStore) -> ErrorKind:
 async def test_a_new_save_costs_one_request_however_many_files_it_has(store: FakeStore, play: Play) -> None:
     look = DuplicateSaveGuard(lambda: play.state)
     await asyncio.gather(*(look.require_new(store, "save") for _ in range(8)))
-    assert store.calls == [("get", marker_key(play.state.checkpoints["save"].info))]
+    assert store.calls == [("list", marker_key(play.state.checkpoints["save"].info).removesuffix(".json"))]
+
+
+async def test_a_save_id_that_another_output_directory_has_is_refused(store: FakeStore, play: Play) -> None:
+    """The objects of both would have the same keys."""
+    await store_checkpoint(store, 1, save="save", world_size=2, saved_at=100.0, directory="elsewhere")
+    assert await _refusal(DuplicateSaveGuard(lambda: play.state), store) is ErrorKind.CONTRADICTION
 
 
 async def test_a_committed_save_that_was_announced_at_another_time_is_another_one(store: FakeStore, play: Play) -> None:
@@ -75,11 +82,17 @@ async def test_a_marker_of_ours_that_was_cut_short_is_no_reason_to_stop(store: F
     await DuplicateSaveGuard(lambda: play.state).require_new(store, "save")
 
 
-async def test_transfers_that_wait_for_one_look_fail_with_it_and_the_next_looks_again(
-    store: FakeStore, play: Play
-) -> None:
+class _TakesTime(FakeStore):
+    async def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
+        await asyncio.sleep(0)
+        async for one in super().list(prefix):
+            yield one
+
+
+async def test_transfers_that_wait_for_one_look_fail_with_it_and_the_next_looks_again(play: Play) -> None:
+    store = _TakesTime()
     look = DuplicateSaveGuard(lambda: play.state)
-    store.fail("get", ErrorKind.UNREACHABLE)
+    store.fail("list", ErrorKind.UNREACHABLE)
     assert await asyncio.gather(*(_refusal(look, store) for _ in range(3))) == [ErrorKind.UNREACHABLE] * 3
     assert len(store.calls) == 1
     await look.require_new(store, "save")

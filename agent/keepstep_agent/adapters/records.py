@@ -37,7 +37,7 @@ from keepstep_agent.core.limits import (
 from keepstep_agent.core.model import Kind
 from keepstep_agent.core.stored.object_layout import check_token
 from keepstep_api.names import RECORDS_DIRECTORY, STATE_DIRECTORY
-from keepstep_api.records import SUFFIX, record_file
+from keepstep_api.records import SUFFIX, belongs_to, record_file
 
 
 class _Saved(msgspec.Struct):
@@ -146,7 +146,7 @@ class RecordedCheckpoint:
 
     @property
     def belongs_to(self) -> str:
-        return self.output or self.directory
+        return belongs_to(self.directory, self.output)
 
 
 def unannounced(volume: Path, checkpoint_directory: Path, *, known: Collection[str]) -> Sequence[RecordedCheckpoint]:

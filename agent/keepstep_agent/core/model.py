@@ -13,7 +13,7 @@ from typing import Final
 
 from keepstep_agent.core.limits import Step, WorldSize
 from keepstep_api.records import Kind as Kind
-from keepstep_api.records import directory_key
+from keepstep_api.records import belongs_to, directory_key
 
 # How far the times of a client's record and of the agent's announcement may differ: both read the same machine's clock.
 _CLOCKS_DIFFER_SECONDS: Final = 5.0
@@ -56,7 +56,7 @@ class SaveInfo:
     @property
     def output_key(self) -> str:
         """What tells the checkpoints of its output directory from others'; empty: the checkpoint directory."""
-        return directory_key(self.output or self.directory)
+        return directory_key(belongs_to(self.directory, self.output))
 
     @property
     def path(self) -> str:

@@ -18,21 +18,26 @@ from keepstep_api.records import directory_key
 _SUFFIX: Final = ".ended"
 
 
-def note_end(records: Path, output: str) -> None:
-    """Note that this program has ended its training of an output directory, named as in records. Raises OSError."""
+def note_end(records: Path, output: str, origin: Path) -> None:
+    """Note that this program has ended its training of an output directory. Raises OSError.
+
+    `output`: as records call it. `origin`: where it is. Two directories outside the volume may have one place in it.
+    """
     start = _start()
     if start:
         records.mkdir(parents=True, exist_ok=True)
-        write_durably(_path(records, output), "\n".join((start, _program(), _process(os.getpid()))).encode())
+        said = (start, _program(), _process(os.getpid()), _digest(origin.absolute()))
+        write_durably(_path(records, output), "\n".join(said).encode())
 
 
-def ended_before(records: Path, output: str) -> bool:
+def ended_before(records: Path, output: str, origin: Path) -> bool:
     """Whether another program, or an earlier training of this process, has ended its training there in this start."""
     try:
-        start, program, process = _path(records, output).read_text().split("\n")
+        start, program, process, place = _path(records, output).read_text().split("\n")
+        is_other = program != _program() or process == _process(os.getpid()) or place != _digest(origin.absolute())
+        return start == _start() and is_other
     except (OSError, ValueError):
         return False
-    return start == _start() and (program != _program() or process == _process(os.getpid()))
 
 
 def _path(records: Path, output: str) -> Path:
@@ -40,7 +45,11 @@ def _path(records: Path, output: str) -> Path:
 
 
 def _program() -> str:
-    return sha256(repr(sys.argv).encode(errors="surrogateescape")).hexdigest()
+    return _digest(sys.argv)
+
+
+def _digest(value: object) -> str:
+    return sha256(repr(value).encode(errors="surrogateescape")).hexdigest()
 
 
 def _start() -> str:

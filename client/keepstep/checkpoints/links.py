@@ -2,6 +2,8 @@
 
 import os
 import shutil
+import stat
+from contextlib import suppress
 from pathlib import Path
 
 from keepstep.checkpoints.staged_save import delete
@@ -43,3 +45,16 @@ def put_beside(checkpoint: Path, to: Path) -> None:
         partial.rename(to)
     finally:
         delete(partial)
+
+
+def break_links(checkpoint: Path) -> None:
+    """Unlink the files that have another name too, before they are written anew: the other name keeps what is stored.
+
+    Raises OSError.
+    """
+    below = [Path(parent, name) for parent, _, names in os.walk(checkpoint) for name in names]
+    for path in below if checkpoint.is_dir() else [checkpoint]:
+        with suppress(FileNotFoundError):
+            status = path.lstat()
+            if stat.S_ISREG(status.st_mode) and status.st_nlink > 1:
+                path.unlink()

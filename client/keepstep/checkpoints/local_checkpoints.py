@@ -244,15 +244,16 @@ class LocalCheckpoints:
             if not (keep_restored and record.committed):
                 self._remove(record)
 
-    def drop_older_links(self, newest: Path, outside: Path) -> None:
-        """Delete the checkpoints beside `newest` whose originals the program has deleted `outside`.
+    def drop_older_links(self, newest: Path, outside: Path, *, spared: Path | None) -> None:
+        """Delete the checkpoints beside `newest` whose originals the program has deleted `outside`, but not `spared`.
 
         They were linked here, or saved just in time. A disk whose program deletes old checkpoints must not fill up.
         """
         for record in read_records(self.records):
             place = self.place(record)
-            is_beside = place.parent == newest.parent and place != newest and record.by_framework
-            if is_beside and record.announced and not (outside / record.name).exists():
+            is_beside = place.parent == newest.parent and place not in (newest, spared)
+            is_stored = record.committed or (record.announced and record.by_framework)
+            if is_beside and is_stored and not (outside / record.name).exists():
                 try:
                     self._remove(record)
                 except OSError as error:

@@ -10,7 +10,7 @@ from keepstep.autoload.post_import import warn
 from keepstep.checkpoints.links import may_link
 from keepstep.checkpoints.local_checkpoints import directory_in
 from keepstep.settings import Settings
-from keepstep_api.records import directory_key
+from keepstep_api.records import CHECKPOINT_DIRECTORY, directory_key
 
 
 class OutputDirectories:
@@ -43,7 +43,7 @@ class OutputDirectories:
     def file_under(self, directory: Path, output: Path) -> None:
         """Let what is saved in `directory` belong to the output directory `output`."""
         if self.holds(directory.absolute() / "checkpoint"):
-            self._outputs[self._recorded(directory)] = self.recorded(output)
+            self._outputs[self._recorded(directory)] = self.recorded(output) or CHECKPOINT_DIRECTORY
         else:
             self._places[directory.absolute()] = self.in_volume(output)
 
@@ -52,27 +52,29 @@ class OutputDirectories:
         return self._recorded(self.in_volume(output))
 
     def output_of(self, checkpoint: Path) -> str:
-        """Return what a record of this checkpoint has as its output directory."""
-        return self._outputs.get(self._recorded(checkpoint.parent), "")
+        """Return what a record of this checkpoint has as its output directory; empty if that is where it lies."""
+        directory = self._recorded(checkpoint.parent)
+        output = self._outputs.get(directory, "")
+        return "" if output == (directory or CHECKPOINT_DIRECTORY) else output
 
-    def protects(self, path: Path) -> bool:
+    def protects(self, path: Path, *, may_link: bool = True) -> bool:
         """Return whether what is written to `path` can be stored. Says once per directory if it lies elsewhere."""
         if self.holds(path):
             return True
-        links = self._links(path)
-        if path.parent not in self._told:
-            self._told.add(path.parent)
+        links = may_link and self.links(path)
+        if path.absolute().parent not in self._told:
+            self._told.add(path.absolute().parent)
             if links:
                 place = self.in_volume(path.parent)
                 warn(f"checkpoints in {path.parent} are linked into {place}, and stored from there")
             else:
                 warn(
-                    f"only what is saved just in time is stored: {path.parent} is on another filesystem than the "
+                    f"only what is saved just in time is stored: what is in {path.parent} cannot be linked into the "
                     f"volume {self._settings.volume}; hint: write checkpoints to {self._settings.checkpoint_directory}"
                 )
         return links
 
-    def _links(self, path: Path) -> bool:
+    def links(self, path: Path) -> bool:
         """Whether a checkpoint outside the volume can be linked into it. Without an agent nobody stores it there."""
         if self._settings.socket is None or not self.linkable or "://" in str(path):
             return False

@@ -9,7 +9,7 @@ import atexit
 import logging
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
@@ -20,7 +20,7 @@ from keepstep.asynchronous_saves.background_writer import BackgroundSave, Backgr
 from keepstep.asynchronous_saves.save_functions import handing_in
 from keepstep.autoload.post_import import warn
 from keepstep.checkpoints.ended_trainings import ended_before
-from keepstep.checkpoints.links import link_tree, put_beside
+from keepstep.checkpoints.links import break_links, link_tree, put_beside
 from keepstep.checkpoints.records import Kind, Record, read_records
 from keepstep.errors import KeepstepError
 from keepstep.framework_run.after_save import BackgroundWrites, wait_until_quiet
@@ -92,6 +92,8 @@ class FrameworkRun:
         """Whether a program saves in folders of its own. The same on all ranks."""
         self._announced: Publication | None = None
         """The last checkpoint that the program may still change."""
+        self._resumed: Path | None = None
+        """What training resumed from: its state may name it as the best one."""
 
     @classmethod
     def current(cls) -> "FrameworkRun":
@@ -115,10 +117,10 @@ class FrameworkRun:
             warn("this training is not protected: another one is under way in this process")
             return None
         run = cls.current()
-        own = set(run._own(outputs))
-        if run._is_first_of(own):
+        origins = run._origins(outputs)
+        if run._is_first_of(origins):
             cls._in_training = True
-            cls._trained |= own
+            cls._trained |= set(origins)
             return run
         run.close()
         warn(
@@ -127,17 +129,23 @@ class FrameworkRun:
         )
         return None
 
-    def _is_first_of(self, own: set[str]) -> bool:
+    def _is_first_of(self, origins: Mapping[str, Path]) -> bool:
         def agree() -> bool | None:
-            context = self._session.context()
-            is_first = not any(one in FrameworkRun._trained or ended_before(context.local.records, one) for one in own)
+            context, own = self._session.context(), set(origins)
+            is_first = own.isdisjoint(FrameworkRun._trained)
+            if context.leads_pod:
+                is_first &= not any(ended_before(context.local.records, one, origin) for one, origin in origins.items())
             return context.coordinator.agree(f"first/{self._session.next_number()}", is_first)
 
         return self._unless_given_up(agree, otherwise=None) is not False
 
     def ended(self, *outputs: str | Path) -> None:
         """Note that the training of these output directories has ended by itself: no other one resumes from it."""
-        self._session.note_end(self._own(outputs))
+        self._session.note_end(self._origins(outputs))
+
+    def _origins(self, outputs: Sequence[str | Path]) -> Mapping[str, Path]:
+        """Return where these output directories are, by what records call them."""
+        return dict(zip(self._own(outputs), map(Path, outputs or [self.checkpoint_directory]), strict=True))
 
     def _own(self, outputs: Sequence[str | Path]) -> Sequence[str]:
         """Return what records call these output directories; the checkpoint directory if there are none."""
@@ -152,12 +160,6 @@ class FrameworkRun:
     def checkpoint_directory(self) -> Path:
         """Where to write a checkpoint if the program names no directory."""
         return self._session.settings.checkpoint_directory
-
-    @property
-    def on_one_node(self) -> bool:
-        """Whether all ranks share this volume. All ranks must ask, because the first question makes them meet."""
-        ranks = self._session.context().coordinator.ranks
-        return ranks.local_world_size == ranks.world_size
 
     def hold_sigterm(self) -> None:
         """Install the SIGTERM handler again after a framework has installed its own."""
@@ -197,7 +199,8 @@ class FrameworkRun:
         """
         self._announce_waiting()
         self._announced = None
-        pending = self._begin(path, step, kind, waiting=False)
+        is_stored = self.directories.protects(path, may_link=False)
+        pending = self._begin(path, step, kind, waiting=False) if is_stored else None
         if pending is None:
             return False
         with self.claimed(path):
@@ -207,7 +210,8 @@ class FrameworkRun:
         """Announce the checkpoint from another thread once `future` is done. If it fails, announce nothing."""
         self._follows_programs = True
         self._announce_waiting()
-        pending = self._begin(path, step, kind, waiting=False)
+        is_stored = self.directories.protects(path, may_link=False)
+        pending = self._begin(path, step, kind, waiting=False) if is_stored else None
         if pending is None:
             return
 
@@ -276,6 +280,8 @@ class FrameworkRun:
         if not same_state:
             self.wait()
         outside = None if self.directories.holds(path) else path
+        if outside is not None:
+            self._prepare_outside(outside)
         with ExitStack() as claim:
             claim.enter_context(self.claimed(path))
             pending = self._begin(path, step, None)
@@ -314,6 +320,17 @@ class FrameworkRun:
             saved.claim = claim.pop_all()
             return saved.in_place or saved.behind is not None or saved.outside is not None
 
+    def _prepare_outside(self, path: Path) -> None:
+        """Agree with the other ranks on whether it will be linked, and let what is stored of `path` be written anew."""
+        coordinator, number = self._session.context().coordinator, self._session.next_number()
+
+        def agree() -> bool:
+            if self._session.context().leads_pod:
+                break_links(path)
+            return bool(coordinator.agree(f"links/{number}", self.directories.links(path)))
+
+        self.directories.linkable = self._unless_given_up(agree, otherwise=False)
+
     @property
     def last_is_stored(self) -> bool:
         """Whether what was saved last lies in the volume, or is on its way there; true if nothing was saved."""
@@ -327,13 +344,15 @@ class FrameworkRun:
             return False
         linked = True
         try:
-            if self._session.context().leads_pod:
+            # In another pod there may be no part of it.
+            if self._session.context().leads_pod and os.path.lexists(saved.outside):
                 link_tree(saved.outside, publication.written)
         except OSError as error:
             linked = False
-            self.directories.linkable = False
             _log.warning("checkpoint not stored, it cannot be linked: path=%s error=%s", saved.outside, error)
-        return publication.place(written=linked)
+        # All ranks agree on this.
+        self.directories.linkable = publication.place(written=linked)
+        return self.directories.linkable
 
     def _publication(self, pending: PendingSave, path: Path) -> Publication:
         return Publication(self._session, pending, path, output=self.directories.output_of(path))
@@ -401,7 +420,9 @@ class FrameworkRun:
                 if saved.outside is not None and kind is not None:
                     saved.in_place = self._link(saved)
                     if saved.in_place and self._session.context().leads_pod:
-                        self._session.context().local.drop_older_links(saved.path, saved.outside.parent)
+                        self._session.context().local.drop_older_links(
+                            saved.path, saved.outside.parent, spared=self._resumed
+                        )
                 if not saved.in_place:
                     return
                 if publication is not None and kind is None:
@@ -517,24 +538,24 @@ class FrameworkRun:
     def recorded_step(self, path: Path) -> int | None:
         """Return the step of a checkpoint that Keepstep recorded or restored; None for any other."""
         local = self._session.context().local
+        places = {path.resolve(), (self.directories.in_volume(path.parent) / path.name).resolve()}
         records = read_records(local.records)
-        return next((record.step for record in records if local.place(record).resolve() == path.resolve()), None)
+        return next((record.step for record in records if local.place(record).resolve() in places), None)
 
-    def newest(self, *outputs: str | Path, found: Path | None = None, found_step: int = -1) -> Path | None:
+    def newest(self, *outputs: str | Path) -> Path | None:
         """Return the checkpoint to resume from, the same on all ranks; None to start from step 0.
 
-        Args:
-            outputs: The training's own output directories; none: the newest of the run, whoever saved it.
-            found: What the framework finds in them by itself, taken if it is newer.
-            found_step: The step of that.
-
-        Raises:
-            SystemExit: The pod is ending, or the ranks cannot choose a checkpoint.
+        `outputs`: the training's own output directories; none: the newest of the run, whoever saved it. Raises
+        SystemExit when the pod is ending, and when the ranks cannot choose a checkpoint.
         """
-        if found is not None:
-            return self._chosen(lambda: self._resumption(outputs).choose_or(found, found_step))
         chosen = self._chosen(lambda: self._resumption(outputs).choose())
-        return None if chosen is None else self._session.context().local.place(chosen)
+        self._resumed = None if chosen is None else self._session.context().local.place(chosen)
+        return self._resumed
+
+    def newest_or(self, found: Path | None, step: int, *outputs: str | Path) -> Path | None:
+        """As `newest`, where the framework may find a checkpoint of that step by itself; it is taken if it is newer."""
+        self._resumed = self._chosen(lambda: self._resumption(outputs).choose_or(found, step))
+        return self._resumed
 
     def newest_files(
         self, needed: Callable[[Sequence[str], Sequence[int]], Sequence[str]], *outputs: str | Path

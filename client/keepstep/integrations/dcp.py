@@ -3,9 +3,7 @@
 Protects periodic saves only. Only the program knows its state and how to resume from it, so for just-in-time saves it
 must make a keepstep.Checkpointer. SIGTERM keeps the program's handler. A save is announced if all ranks make it from
 their main threads, to a path whose name has a number in it. The last number is the step (`step-1200`).
-On one node, a save into a folder below the checkpoint directory is left to the agent's snapshots: restore puts these
-back where they were, and an announced checkpoint into the checkpoint directory itself, where the program would not find
-it. What `async_save` writes lies in its place at once, as without Keepstep. Owns the two functions that it wraps.
+What `async_save` writes lies in its place at once, as without Keepstep. Owns the two functions that it wraps.
 """
 
 import atexit
@@ -133,9 +131,6 @@ def _call(original: _Save, arguments: tuple[Any, ...], keywords: Mapping[str, An
             _say_once(f"a save to {path} is not announced: its name has no number to take for the step")
             return None
         run = _run()
-        top = run.checkpoint_directory
-        if path.parent != top and path.is_relative_to(top) and run.on_one_node:
-            return None
     except Exception as error:
         _give_up(error)
         return None

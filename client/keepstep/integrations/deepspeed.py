@@ -113,13 +113,15 @@ class _Training:
             return self._save(save_dir, tag, client_state, *arguments, **named)
         path = Path(save_dir, tag).absolute()
         self.run.directories.in_volume(save_dir)
+        if path.parent != Path(save_dir).absolute():
+            # A tag may have folders in it.
+            self.run.directories.file_under(path.parent, Path(save_dir))
 
         def write(place: Path) -> None:
             # The file that names the newest checkpoint is written beside it, and follows it.
             directory = save_dir if place == path else str(place.parent)
             self._save(directory, tag, client_state, *arguments, **named)
 
-        # A tag may have folders in it.
         is_saved = self.run.save(
             path,
             step,
@@ -149,6 +151,7 @@ class _Training:
         resumes = self._acts and tag is None and is_first and not named.get("load_module_only") and not self._universal
         # Then it reads more than each rank's own shares.
         reads_all = arguments or not named.get("load_optimizer_states", True) or self._engine.zero_elastic_checkpoint()
+        self._directory = load_dir if self._directory is None else self._directory
         needed = functools.partial(self._needed, bool(reads_all))
         newest = self.run.newest_files(needed, load_dir) if resumes else None
         if newest is not None:
@@ -161,7 +164,6 @@ class _Training:
             # Programs read the step from it.
             path = str(newest.place / Path(path).relative_to(newest.directory))
         self._asked_step = None
-        self._directory = load_dir if self._directory is None else self._directory
         if newest is not None:
             self._place, self._place_step = newest.place, self.step
         if path is not None:

@@ -10,6 +10,7 @@ from tests.client.agent_server import AgentServer
 from tests.harness.bounds import HANG_SECONDS
 from tests.harness.run_process import RunProcess
 from tests.harness.warm_python import TRAINER_ENVIRONMENT
+from tests.integrations.conftest import leaving
 from tests.integrations.lightning_trainer.training import (
     BY_EPOCH,
     EPOCH,
@@ -160,6 +161,31 @@ def test_a_start_finds_its_checkpoint_in_the_version_of_another_one(
     assert steps(fit(make_by_default(logger=CSVLogger("logs"), max_epochs=2)))[0] == 8
     other = make_by_default(logger=CSVLogger("logs", version=0), max_epochs=2)
     assert steps(fit(other))[0] == 1, "a program that chooses its versions means each of them"
+
+
+def test_a_checkpoint_callback_of_the_model_has_its_own_directory(agent: AgentServer, volume: Path) -> None:
+    def train(*callbacks: Any) -> Any:
+        trainer = make(volume, *callbacks, every=0, enable_checkpointing=True)
+        model = Model()
+        model.configure_callbacks = lambda: [ModelCheckpoint(volume / "fold", every_n_train_steps=4)]
+        fit_unfinished(protect(trainer), model)
+        return model
+
+    with leaving():
+        train(At("on_train_batch_end", 7, terminate))
+    assert steps(train())[0] == 8
+
+
+def test_a_logger_without_a_name_may_number_folders_of_the_checkpoint_directory(
+    agent: AgentServer, volume: Path
+) -> None:
+    from lightning.pytorch.loggers import CSVLogger
+
+    def train(*callbacks: Any) -> Any:
+        return make_by_default(*callbacks, logger=CSVLogger(volume / "checkpoints", name=""), max_epochs=2)
+
+    stop(train(At("on_train_batch_end", 7, terminate)))
+    assert steps(fit(train()))[0] == 8
 
 
 def test_without_a_volume_or_without_checkpoints_nothing_is_moved(

@@ -74,7 +74,9 @@ class Pruner:
         if horizon is not None and not self._whole_is_due(retention, now):
             # The last one may be below the horizon, because a run may fall back. Where rank 0 is elsewhere, the agent
             # there prunes.
-            own = [one.info for one in (*newest, *state.last_committed.values()) if 0 in one.contributions]
+            # Of a training that has ended, the last one may be below for good.
+            last = [one for one in state.last_committed.values() if one.info.step >= horizon.step]
+            own = [one.info for one in (*newest, *last) if 0 in one.contributions]
             recent = await prune_recent(
                 store,
                 retention,

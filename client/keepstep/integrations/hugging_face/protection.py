@@ -240,14 +240,12 @@ class Protection(TrainerCallback):  # type: ignore[misc]  # transformers may not
             run.bring(Path(best), self._output)
 
     def _is_found(self, run: FrameworkRun, wish: Any) -> bool:
-        """Whether the program leaves it to others what to resume from, the same on all ranks."""
-        if wish is None or wish is True:
-            return True
-        if not wish:
-            return False
+        """Whether the program leaves it to others what to resume from: on one rank is on all of them."""
         last = self._last_in_its_directory()
-        is_last = last is not None and last.resolve() == Path(wish).resolve()
-        return run.same(0, is_last) and is_last
+        is_last = isinstance(wish, (str, Path)) and last is not None and last.resolve() == Path(wish).resolve()
+        leaves_it = wish is None or wish is True or is_last
+        # Of nodes with a disk of their own, one may have a checkpoint and another one none.
+        return leaves_it or not run.same(0, leaves_it)
 
     def _last_in_its_directory(self) -> Path | None:
         output = Path(self._output).absolute()
@@ -258,7 +256,8 @@ class Protection(TrainerCallback):  # type: ignore[misc]  # transformers may not
         """Return what to resume from. `wish`: None if the program says nothing, else the newest in its directory."""
         last = None if wish is None else self._last_in_its_directory()
         step = int(last.name.rpartition("-")[2]) if last else -1
-        return run.newest(self._output, found=last, found_step=step) or wish
+        newest = run.newest_or(last, step, self._output)
+        return wish if newest is None and wish is True else newest
 
     @property
     def _output(self) -> str:

@@ -7,11 +7,13 @@ Whatever the program chose stays: a callback's `dirpath`, a Trainer's `default_r
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from keepstep.errors import UsageError
 from keepstep.settings import read_settings
 from keepstep_api import names
+
+_CHOSEN_BY_LIGHTNING: Final = "_keepstep_undecided"
 
 
 def directory_for(trainer: Any) -> Path | None:
@@ -43,7 +45,7 @@ def has_numbered_versions(trainer: Any) -> bool:
 def outputs_of(trainer: Any, *, numbered: bool) -> list[Path]:
     """Return the output directory of each ModelCheckpoint: where it writes, without the number of a version.
 
-    As Lightning itself chooses it in `ModelCheckpoint.setup`, where the program has not.
+    As Lightning itself chooses it in `ModelCheckpoint.setup`, where the program has not. The same on all ranks.
     """
     logger = next(iter(trainer.loggers), None)
     if logger is None:
@@ -53,7 +55,19 @@ def outputs_of(trainer: Any, *, numbered: bool) -> list[Path]:
         if not numbered:
             version = logger.version if isinstance(logger.version, str) else f"version_{logger.version}"
             default = default / version / "checkpoints"
-    return [Path(callback.dirpath or default) for callback in model_checkpoints(trainer)]
+    outputs = [
+        default if callback.dirpath is None or hasattr(callback, _CHOSEN_BY_LIGHTNING) else Path(callback.dirpath)
+        for callback in model_checkpoints(trainer)
+    ]
+    broadcast: list[Path] = trainer.strategy.broadcast(outputs)
+    return broadcast
+
+
+def mark_undecided(trainer: Any) -> None:
+    """Mark the ModelCheckpoints whose directory Lightning itself will choose. Call it before the fit."""
+    for callback in model_checkpoints(trainer):
+        if callback.dirpath is None:
+            setattr(callback, _CHOSEN_BY_LIGHTNING, True)
 
 
 def put_into(directory: Path, trainer: Any) -> list[Any]:

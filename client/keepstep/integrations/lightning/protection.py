@@ -81,8 +81,8 @@ class Protection:
         """Protect the next fit. `resumes`: the program names no checkpoint to begin from, or asks for the last one."""
         self._armed, self._resumes = True, resumes
         self._put_into_directory(trainer)
-        # Lightning itself chooses a directory for the others in their `setup`, which comes before this one's.
-        self._outputs = directory.outputs_of(trainer, numbered=self._numbered)
+        # In their `setup`, which comes before this one's.
+        directory.mark_undecided(trainer)
 
     def end(self) -> None:
         """End the protection after the fit, however it ended. Raises SystemExit after a just-in-time save."""
@@ -197,8 +197,7 @@ class Protection:
         else:
             warn(f"{type(trainer).__qualname__} is not saved just in time: SLURM's auto-requeue has the signals")
         originals = [getattr(owner, name) for owner, name, _ in methods]
-        # Those of the model's `configure_callbacks` are new.
-        self._outputs += directory.outputs_of(trainer, numbered=self._numbered)[len(self._outputs) :]
+        self._outputs = directory.outputs_of(trainer, numbered=self._numbered)
         self._run = FrameworkRun.for_training(*self._outputs)
         if self._run is None:
             return
@@ -222,7 +221,7 @@ class Protection:
         """Return what to resume from. `last`: the last checkpoint that Lightning found, if the program asked for it."""
         found = Path(last) if last else None
         step = contents.step_of(trainer, last) if found and not run.directories.holds(found.absolute()) else -1
-        newest = run.newest(*(self._outputs or [run.checkpoint_directory]), found=found, found_step=step)
+        newest = run.newest_or(found, step, *(self._outputs or [run.checkpoint_directory]))
         return None if newest is None else str(newest)
 
     def _file_versions(self, trainer: Any, run: FrameworkRun) -> None:
@@ -317,7 +316,7 @@ class Protection:
         self._ask_after_save(trainer)
         if not self._is_copy(trainer):
             self._announce(trainer, path, failure)
-        self._leaving = self._exit_asked
+        self._leaving = self._exit_asked and self._run is not None and self._run.directories.holds(path)
 
     def _ask_after_save(self, trainer: Any) -> None:
         """A notice that came during a save needs no second one."""
