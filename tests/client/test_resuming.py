@@ -138,7 +138,7 @@ class Job:
         )
         return _Session(
             is_told_to_end=lambda: self.told_to_end or (rank in self.ends_in and self._pod(rank).was_asked),
-            settings=SimpleNamespace(lazy=True, volume=self.folder),
+            settings=SimpleNamespace(lazy=True, volume=self.folder, socket=None),
             context=lambda: SimpleNamespace(coordinator=coordinator, leads_pod=ranks.leads_pod, local=local),
             next_number=lambda: next(numbers),
             holds_whole_job=len(self.pods) == 1,

@@ -74,8 +74,9 @@ class Pruner:
         if horizon is not None and not self._whole_is_due(retention, now):
             # The last one may be below the horizon, because a run may fall back. Where rank 0 is elsewhere, the agent
             # there prunes.
-            # Of a training that has ended, the last one may be below for good.
-            last = [one for one in state.last_committed.values() if one.info.step >= horizon.step]
+            # The last ones of trainings that have ended may be below for good.
+            ordered = sorted(state.last_committed.values(), key=lambda one: one.sequence)
+            last = [one for one in ordered if one is ordered[-1] or one.info.step >= horizon.step]
             own = [one.info for one in (*newest, *last) if 0 in one.contributions]
             recent = await prune_recent(
                 store,
