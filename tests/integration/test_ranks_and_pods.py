@@ -144,7 +144,11 @@ def test_a_directory_of_two_ranks_survives_the_agents_death_at_every_step_of_its
         directory.rmdir()
         wait_until(partial(seen, pod, happens), HANG_SECONDS, moment)
         die_and_restart()
-        pod.agent.wait_committed(save_of(step))
+        if journal == "kept":
+            pod.agent.wait_committed(save_of(step))
+        else:
+            # Without a journal, an agent does not know what was committed and released before its start.
+            wait_until(lambda: len(view.markers()) == step, HANG_SECONDS, moment)  # noqa: B023 - called at once
         pod.proxy.log.clear()
         assert tree(view.restore(tmp_path / f"restored-{step}")) == original, moment
         wait_until(
