@@ -122,9 +122,8 @@ class Resumption:
             except SystemExit:
                 session.context().coordinator.agree(key, ok=False)
                 raise
-        if not session.context().leads_pod:
-            return bool(session.context().coordinator.agree(key, seconds=WRITE_SECONDS))
-        return bool(session.context().coordinator.agree(key, ok=place.exists(), seconds=WRITE_SECONDS))
+        is_here = not session.context().leads_pod or place.exists()
+        return bool(session.context().coordinator.agree(key, is_here, seconds=WRITE_SECONDS))
 
     def _choose(self) -> Record | None:
         chosen = self._chosen(_bring_all)
@@ -153,12 +152,10 @@ class Resumption:
             # The others' agents read the manifests meanwhile, and so are ready for what is asked of them next.
             return restores.fetch(save, first, waiting) if is_first else restores.files(save, waiting)
 
-        chosen = self._chosen(bring)
+        chosen = self._chosen_in_part(bring)
         if not isinstance(chosen, tuple):
-            self._say(chosen)
             return chosen
         step, save = chosen
-        self._tell(f"resuming from step {step}, as far as it is read")
         return PartialCheckpoint(
             step=step,
             ask=lambda ranges: _restores(session).ask(save, ranges),
@@ -179,12 +176,10 @@ class Resumption:
             ranges = [(path, 0, 0) for path in needed(files)]
             return place, restores.fetch(save, ranges or None, waiting), files
 
-        chosen = self._chosen(bring)
+        chosen = self._chosen_in_part(bring)
         if not isinstance(chosen, tuple):
-            self._say(chosen)
             return chosen
         step, save = chosen
-        self._tell(f"resuming from step {step}, as far as it is read")
         # It is here already; an agent that was started again meanwhile verifies it once more.
         key = f"resume/{session.next_number()}/read"
         try:
@@ -204,6 +199,15 @@ class Resumption:
     def _chosen(self, bring: _Bring) -> Record | tuple[int, str] | None:
         """Return a local checkpoint, or the step and save of a committed one, after `bring`."""
         return self._choose_any(bring) if self._session.settings.lazy else self._choose_local()
+
+    def _chosen_in_part(self, bring: _Bring) -> Record | tuple[int, str] | None:
+        """As `_chosen`, and say what it is."""
+        chosen = self._chosen(bring)
+        if isinstance(chosen, tuple):
+            self._tell(f"resuming from step {chosen[0]}, as far as it is read")
+        else:
+            self._say(chosen)
+        return chosen
 
     def _whole(self) -> Sequence[Record]:
         """Return the whole checkpoints on this volume that may be resumed from, the newest first."""

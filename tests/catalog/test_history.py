@@ -12,7 +12,7 @@ from tests.restore.stored_checkpoints import store_checkpoint
 
 from keepstep_agent.catalog.damage import note_damage
 from keepstep_agent.catalog.deep_check import check
-from keepstep_agent.catalog.markers import list_committed, list_down_to, list_step, newest_committed
+from keepstep_agent.catalog.markers import list_committed, list_down_to, list_step
 from keepstep_agent.catalog.pruning import PruneReport, prune
 from keepstep_agent.catalog.recent_pruning import prune_recent
 from keepstep_agent.core.model import Kind, SaveInfo
@@ -51,14 +51,6 @@ async def run(store: FakeStore, volume: Path) -> Restored | None:
     return await restore(store, checkpoint_directory=volume / "checkpoints", volume=volume, state_directory=agent)
 
 
-async def test_the_newest_are_found_on_the_first_page_of_a_listing() -> None:
-    store = ListingStore()
-    await store_markers(store, range(1, 10_001))
-    newest = await newest_committed(store)
-    assert [one.step for one in newest] == list(range(10_000, 9_001, -1))
-    assert store.listed == 1_000
-
-
 async def test_the_saves_of_one_step_are_listed_alone() -> None:
     store = ListingStore()
     await store_markers(store, range(1, 2_001))
@@ -67,23 +59,13 @@ async def test_the_saves_of_one_step_are_listed_alone() -> None:
     assert store.listed == 2
 
 
-async def test_saves_that_share_a_step_with_others_on_the_next_page_are_not_torn_apart() -> None:
-    store = ListingStore()
-    await store_markers(store, range(1, 300))
-    for number in range(1_100):
-        await store_checkpoint(store, 300, save=f"aaaaaaaa-{number:06d}", saved_at=float(number))
-    newest = await newest_committed(store)
-    assert [one.save for one in newest[:2]] == ["aaaaaaaa-001099", "aaaaaaaa-001098"]
-    assert len(newest) == 1_399
-
-
 async def test_a_store_that_lists_in_another_order_is_listed_whole() -> None:
     store = ListingStore(backwards=True)
     await store_markers(store, range(1, 2_001))
-    assert [one.step for one in await newest_committed(store)] == list(range(2_000, 0, -1))
+    assert [one.step for one in await list_committed(store)] == list(range(2_000, 0, -1))
 
 
-async def test_restore_looks_further_back_when_all_of_the_newest_are_damaged(
+async def test_restore_goes_back_to_the_oldest_when_all_newer_ones_are_damaged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # After each checkpoint that it skips. That frees memory, and takes a second where a test's process has much.

@@ -18,7 +18,7 @@ from tests.restore.one_output import restore
 from tests.restore.stored_checkpoints import store_checkpoint
 
 from keepstep_agent.catalog.deep_check import check
-from keepstep_agent.catalog.markers import list_committed, list_weights_only, newest_committed
+from keepstep_agent.catalog.markers import list_committed, list_weights_only
 from keepstep_agent.catalog.pruning import prune
 from keepstep_agent.catalog.reading import CommittedCheckpoint
 from keepstep_agent.catalog.recent_pruning import prune_recent
@@ -129,7 +129,7 @@ class _Restore:
         attempt = f"attempt-{self._attempts}"
         store = TurnStore(self._world.store, self._world.turns, "restore")
         agreement = Agreement(
-            store, attempt, partial(newest_committed, store), place="", node_rank=0, timeout_seconds=60.0
+            store, attempt, partial(list_committed, store), place="", node_rank=0, timeout_seconds=60.0
         )
         assert await agreement.join() is None
 
@@ -140,7 +140,7 @@ class _Restore:
             return checkpoint
 
         candidates = Candidates(store, partial(list_committed, store))
-        taken = await candidates.first(await newest_committed(store), take)
+        taken = await candidates.first(await list_committed(store), take)
         if taken is None:
             return
         one = taken.committed

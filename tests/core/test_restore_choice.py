@@ -69,11 +69,6 @@ def test_a_pinned_attempt_takes_the_pinned_one_or_none(found: list[CommittedSave
     assert isinstance(choose(others, pin=pin(pinned), failures={}), GiveUp)
 
 
-@given(saves)
-def test_a_pinned_fresh_start_overrules_every_marker(found: list[CommittedSave]) -> None:
-    assert isinstance(choose(found, pin=Pin(attempt="a"), failures={}), StartFresh)
-
-
 def test_giving_up_says_what_is_wrong_with_the_newest_and_what_to_do() -> None:
     found = [committed(1, "old"), committed(2, "new")]
     choice = choose(found, pin=None, failures={"old": "x is missing", "new": "y is missing"})

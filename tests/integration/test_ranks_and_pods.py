@@ -100,6 +100,10 @@ def make_pods(rclone_bucket: Bucket, tmp_path: Path) -> Iterator[MakePods]:
         yield make
 
 
+def has_markers(view: BucketView, count: int) -> bool:
+    return len(view.markers()) == count
+
+
 def seen(pod: Pod, happens: Callable[[Request], bool]) -> bool:
     return any(map(happens, pod.proxy.log))
 
@@ -148,7 +152,7 @@ def test_a_directory_of_two_ranks_survives_the_agents_death_at_every_step_of_its
             pod.agent.wait_committed(save_of(step))
         else:
             # Without a journal, an agent does not know what was committed and released before its start.
-            wait_until(lambda: len(view.markers()) == step, HANG_SECONDS, moment)  # noqa: B023 - called at once
+            wait_until(partial(has_markers, view, step), HANG_SECONDS, moment)
         pod.proxy.log.clear()
         assert tree(view.restore(tmp_path / f"restored-{step}")) == original, moment
         wait_until(

@@ -72,7 +72,7 @@ async def test_a_new_attempt_chooses_anew(any_store: FakeStore, tmp_path: Path) 
 
 async def test_a_fresh_start_is_a_choice_that_others_follow(any_store: FakeStore, tmp_path: Path) -> None:
     assert await pod(any_store, tmp_path, 0) is None
-    assert (await pinned(any_store)).fresh_start
+    assert (await pinned(any_store)).markers == ()
     await store_checkpoint(any_store, 100)
     assert await pod(any_store, tmp_path, 1) is None
 

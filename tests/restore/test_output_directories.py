@@ -12,7 +12,7 @@ from tests.restore.stored_checkpoints import all_files, flip_byte, store_checkpo
 from keepstep_agent.catalog.markers import list_committed
 from keepstep_agent.catalog.pruning import prune
 from keepstep_agent.core.errors import ErrorKind, StoreError
-from keepstep_agent.core.policies.restore_choice import by_output
+from keepstep_agent.core.policies.restore_choice import by_line
 from keepstep_agent.core.settings.values import RetentionSettings
 from keepstep_agent.core.stored.object_layout import file_key
 from keepstep_agent.restore.init_step import restore
@@ -121,7 +121,7 @@ async def test_retention_judges_each_by_itself(store: FakeStore) -> None:
             await store_checkpoint(store, step + base, save=f"{save}-{step}", directory=directory)
     report = await prune(store, RetentionSettings(keep_last=1), now=store.now)
     assert sorted(one.save for one in report.plan.deletions) == ["a-4", "a-8", "b-4", "b-8"]
-    left = by_output(await list_committed(store)).values()
+    left = by_line(await list_committed(store)).values()
     assert sorted(one.save for found in left for one in found) == ["a-12", "b-12"]
 
 

@@ -16,7 +16,7 @@ from tests.restore.stored_snapshots import store_snapshot
 
 from keepstep.checkpoints.records import is_whole, read_records
 from keepstep_agent.adapters.volume.shared_volume import Folder, open_volume
-from keepstep_agent.catalog.markers import newest_committed
+from keepstep_agent.catalog.markers import list_committed
 from keepstep_agent.catalog.reading import load
 from keepstep_agent.core.errors import VolumeError
 from keepstep_agent.core.mirror.base import MirrorBase
@@ -172,7 +172,7 @@ async def test_killed_at_any_change_one_checkpoint_is_there_and_every_strange_fi
     """After each kill a restore that finds nothing to restore puts things in order, and may be killed as well."""
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
     await store_checkpoint(store, 5, ranks=[NEW])
-    (committed,) = await newest_committed(store)
+    (committed,) = await list_committed(store)
     checkpoint = await load(store, committed)
     strange = {"optimizer/mine.pt": b"mine too", "rng_state_0.pth": b"mine"}
 

@@ -9,8 +9,7 @@ from keepstep_agent.catalog.object_reads import DAMAGE, for_each, if_there, prob
 from keepstep_agent.core.errors import ErrorKind, StoreError, checkpoint_corrupt
 from keepstep_agent.core.limits import MARKER_BYTES
 from keepstep_agent.core.model import CommitMarker
-from keepstep_agent.core.policies.restore_choice import CommittedSave, newest_first
-from keepstep_agent.core.policies.retention.horizon import by_line
+from keepstep_agent.core.policies.restore_choice import CommittedSave, by_line, newest_first
 from keepstep_agent.core.stored.manifest import decode_marker
 from keepstep_agent.core.stored.object_layout import (
     COMMITS_PREFIX,
@@ -28,8 +27,6 @@ from keepstep_agent.core.stored.weights_marker import decode_weights_marker
 from keepstep_agent.ports import ObjectInfo, StoreReader
 
 _MARKERS_AT_ONCE: Final = 8
-_PAGE: Final = 1_000
-"""How many keys a store lists at once."""
 
 
 async def list_committed(store: StoreReader) -> tuple[CommittedSave, ...]:
@@ -46,28 +43,6 @@ async def list_down_to(store: StoreReader, step: int) -> list[CommittedSave]:
                 break
             found.append(one)
     return found
-
-
-async def newest_committed(store: StoreReader, count: int = 20) -> tuple[CommittedSave, ...]:
-    """Return at least the `count` newest announced checkpoints, newest first; all of them if there are fewer.
-
-    Reads one page of the listing, unless `count` needs more, and the markers that share a step.
-    """
-    most = max(_PAGE, 2 * count)
-    found: list[CommittedSave] = []
-    async for listed in store.list(COMMITS_PREFIX):
-        if one := committed_save(listed):
-            found.append(one)
-        if len(found) == most:
-            break
-    else:
-        return await in_order(store, found)
-    steps = [one.step for one in found]
-    # The next page may have others with the last step. And not every store lists in the order of keys.
-    newest = [one for one in found if one.step > steps[-1]]
-    if len(newest) < count or steps != sorted(steps, reverse=True):
-        return await list_committed(store)
-    return await in_order(store, newest)
 
 
 async def newest_of_run(store: StoreReader, run: str, *, most: int) -> tuple[tuple[CommittedSave, ...], bool]:

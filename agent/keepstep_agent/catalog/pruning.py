@@ -22,9 +22,9 @@ from keepstep_agent.catalog.weights_only import read_weights_only, reduce_saves
 from keepstep_agent.core.errors import ErrorKind, StoreError
 from keepstep_agent.core.limits import PIN_BYTES
 from keepstep_agent.core.model import Kind
-from keepstep_agent.core.policies.restore_choice import CommittedSave, decode_pin
+from keepstep_agent.core.policies.restore_choice import CommittedSave, by_line, decode_pin
 from keepstep_agent.core.policies.retention.deletions import Deletion, PrunePlan
-from keepstep_agent.core.policies.retention.horizon import Horizon, by_line, horizon_of, skipped
+from keepstep_agent.core.policies.retention.horizon import Horizon, horizon_of, skipped
 from keepstep_agent.core.policies.retention.verdict import FINAL, may_abort_upload, plan_prune, without_finals
 from keepstep_agent.core.policies.retention.weights_only import Reduction, plan_reductions
 from keepstep_agent.core.settings.values import RetentionSettings

@@ -19,9 +19,9 @@ from keepstep_agent.catalog.pruning import REQUESTS_AT_ONCE, PruneReport, delete
 from keepstep_agent.catalog.sharing import spare_shared
 from keepstep_agent.core.errors import ErrorKind, StoreError
 from keepstep_agent.core.model import Kind
-from keepstep_agent.core.policies.restore_choice import CommittedSave
+from keepstep_agent.core.policies.restore_choice import CommittedSave, by_line
 from keepstep_agent.core.policies.retention.deletions import PrunePlan, StoredSave
-from keepstep_agent.core.policies.retention.horizon import Horizon, by_line
+from keepstep_agent.core.policies.retention.horizon import Horizon
 from keepstep_agent.core.policies.retention.verdict import FINAL, plan_prune, without_finals
 from keepstep_agent.core.settings.values import RetentionSettings
 from keepstep_agent.core.stored.object_layout import (

@@ -10,7 +10,7 @@ import click
 
 from keepstep_agent.adapters.volume import identity
 from keepstep_agent.adapters.volume.shared_folders import make_shared_folders
-from keepstep_agent.catalog.markers import newest_committed
+from keepstep_agent.catalog.markers import newest_of_run
 from keepstep_agent.cli.autoload import copy_autoload
 from keepstep_agent.cli.formatting import errors_reported, progress_line
 from keepstep_agent.cli.store_options import destination_options
@@ -179,7 +179,7 @@ def _start_record(
 async def _find(store: StoreWriter, destination: str, volume: Path) -> None:
     """Make sure that the destination answers. Creates a missing folder, unless the volume was used with it before."""
     try:
-        await newest_committed(store)
+        await newest_of_run(store, "", most=1)
     except StoreError as error:
         if error.kind is not ErrorKind.BUCKET_MISSING:
             raise

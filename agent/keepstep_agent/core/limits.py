@@ -62,7 +62,7 @@ ANNOUNCEMENT_CHARACTERS: Final = 8 * 1024**2
 LEAST_ANNOUNCEMENT_CHARACTERS: Final = 64
 """No announcement is shorter. Without this limit a descriptor could hold millions of texts."""
 PIN_MARKERS: Final = 1_000
-"""How many output directories a start may resume."""
+"""How many output directories a start resumes: those that were saved to last."""
 CLAIMS_BYTES: Final = 1024**2
 """The file in which a training process lists what it is about to announce."""
 OPTIMIZER_PATTERNS: Final = 32

@@ -43,24 +43,17 @@ class Candidates:
     ) -> _Taken | None:
         """Return what `take` makes of the newest save that can be restored; None if there is none.
 
-        `committed` and what `relist` returns are of one output directory or series. They may be the newest ones alone:
-        if all of them have failed, the others are listed.
-
-        `take` reads the files, and raises StoreError if they are damaged. Raises StoreError(CHECKPOINT_CORRUPT) if
-        there are saves and none can be restored.
+        `committed` and what `relist` returns are of one output directory or series. `take` reads the files, and raises
+        StoreError if they are damaged. Raises StoreError(CHECKPOINT_CORRUPT) if there are saves and none can be
+        restored.
         """
-        while True:  # ends: every round adds a failure or older saves, and `choose` gives up when all have failed
+        while True:  # ends: every round adds a failure, and `choose` gives up when all have failed
             choice = choose(committed, pin=pin, failures=self.failures)
             match choice:
                 case StartFresh():
                     _log.info("restore.starts_fresh", because=choice.because)
                     return None
                 case GiveUp():
-                    known = len(committed)
-                    committed = _joined(committed, await self._relist())
-                    if len(committed) > known:
-                        _log.info("restore.looks_further_back", saves=len(committed) - known)
-                        continue
                     raise StoreError(ErrorKind.CHECKPOINT_CORRUPT, choice.because, hint=choice.hint)
                 case Take(committed=candidate):
                     _log.info("restore.tries", **_fields(candidate), because=choice.because)

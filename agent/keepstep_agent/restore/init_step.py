@@ -6,7 +6,7 @@ becomes of damaged checkpoints is in `candidates`.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +20,8 @@ from keepstep_agent.catalog.markers import list_committed
 from keepstep_agent.catalog.object_reads import for_each
 from keepstep_agent.catalog.reading import CommittedCheckpoint
 from keepstep_agent.catalog.weights_only import refuse_fresh_start
-from keepstep_agent.core.policies.restore_choice import CommittedSave, Pin, by_output, pin_of
+from keepstep_agent.core.limits import PIN_MARKERS
+from keepstep_agent.core.policies.restore_choice import CommittedSave, Pin, by_line, pin_of
 from keepstep_agent.core.stored.object_layout import check_token
 from keepstep_agent.ports import StoreWriter
 from keepstep_agent.restore.agreement import Agreement
@@ -152,20 +153,30 @@ class _InitStep:
 
     async def _gather(self, pin: Pin | None) -> None:
         """Gather the checkpoints to resume from, one of each output directory."""
-        committed = by_output(await list_committed(self._store))
+        committed = await self._committed()
         if not committed and pin is None:
             await refuse_fresh_start(self._store)
-        if not (committed if pin is None else pin.markers):
+        pins: Mapping[str, Pin | None] = pin.of_outputs() if pin is not None else dict.fromkeys(committed)
+        if not pins:
             _log.info("restore.starts_fresh", because="pinned to step 0" if pin else "nothing is committed")
-        for key, pinned in ((key, None) for key in committed) if pin is None else pin.of_outputs().items():
-            candidates = Candidates(self._store, partial(self._committed_to, key))
+        for key, pinned in pins.items():
+
+            async def relist(key: str = key) -> Sequence[CommittedSave]:
+                return (await self._committed()).get(key, ())
+
+            candidates = Candidates(self._store, relist)
             found = await candidates.first(committed.get(key, ()), self._gather_one, pin=pinned)
             if found is not None:
                 self._gathered.append(found)
                 self._skipped[found[0].marker.info.save] = tuple(candidates.failures.values())
 
-    async def _committed_to(self, output_key: str) -> Sequence[CommittedSave]:
-        return by_output(await list_committed(self._store)).get(output_key, ())
+    async def _committed(self) -> Mapping[str, Sequence[CommittedSave]]:
+        """Return the committed checkpoints of each output directory, by its key: of those that were saved to last."""
+        lines = by_line(await list_committed(self._store)).items()
+        last = sorted(lines, key=lambda line: max(one.modified_at for one in line[1]), reverse=True)
+        if len(last) > PIN_MARKERS:
+            _log.warning("restore.leaves_out", output_directories=len(last) - PIN_MARKERS)
+        return {key: found for (_, key), found in last[:PIN_MARKERS]}
 
     async def _gather_one(self, checkpoint: CommittedCheckpoint) -> tuple[CommittedCheckpoint, bool]:
         if await self._on_disk(partial(self._local.holds, checkpoint)):

@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import stat
 from contextlib import suppress
 from pathlib import Path
 
@@ -47,14 +46,14 @@ def put_beside(checkpoint: Path, to: Path) -> None:
         delete(partial)
 
 
-def break_links(checkpoint: Path) -> None:
-    """Unlink the files that have another name too, before they are written anew: the other name keeps what is stored.
+def break_links(checkpoint: Path, linked: Path) -> None:
+    """Unlink the files of a checkpoint that are linked to those of another, before the program writes them anew.
 
-    Raises OSError.
+    Else it would write into what is stored. Raises OSError.
     """
-    below = [Path(parent, name) for parent, _, names in os.walk(checkpoint) for name in names]
-    for path in below if checkpoint.is_dir() else [checkpoint]:
+    below = [Path(parent, name) for parent, _, names in os.walk(linked) for name in names]
+    for path in below if linked.is_dir() else [linked]:
+        name = checkpoint / path.relative_to(linked)
         with suppress(FileNotFoundError):
-            status = path.lstat()
-            if stat.S_ISREG(status.st_mode) and status.st_nlink > 1:
-                path.unlink()
+            if path.samefile(name) and not name.is_symlink():
+                name.unlink()

@@ -103,10 +103,9 @@ class StagedSave:
         discard_older(self.folder.parent, self.path, but=self.folder)
         replaced: set[str] = set()
         before = self._record_before(records)
-        is_ours = before is not None and not before.committed and not before.by_framework
-        if is_ours and not self._by_framework and self.written.is_dir():
+        is_ours = before is not None and not (before.committed or before.by_framework or self._by_framework)
+        if before is not None and is_ours and self.written.is_dir():
             # A framework leaves what it wrote under this name before, and a Checkpointer does not.
-            assert before is not None
             replaced = {file.path for file in before.files} - files_below(self.written)
         note = _Note(
             path=self.path,

@@ -325,9 +325,14 @@ class FrameworkRun:
         coordinator, number = self._session.context().coordinator, self._session.next_number()
 
         def agree() -> bool:
-            if self._session.context().leads_pod:
-                break_links(path)
-            return bool(coordinator.agree(f"links/{number}", self.directories.links(path)))
+            links = self.directories.links(path)
+            try:
+                if links and self._session.context().leads_pod:
+                    break_links(path, self.directories.in_volume(path.parent) / path.name)
+            except OSError as error:
+                links = False
+                _log.warning("checkpoints are not linked any more: path=%s error=%s", path, error)
+            return bool(coordinator.agree(f"links/{number}", links))
 
         self.directories.linkable = self._unless_given_up(agree, otherwise=False)
 

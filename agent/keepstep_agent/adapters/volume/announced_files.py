@@ -71,7 +71,7 @@ def resolve_path(volume: Path, path: str) -> str:
 def directory_of(volume: Path, checkpoint_directory: Path, path: str) -> str:
     """Return the directory of an announced path as records call it. Empty too if it cannot be had: staging says why."""
     try:
-        directory = resolve_path(volume, os.path.dirname(path)) or "."  # noqa: PTH120 - as the others here
+        directory = resolve_path(volume, path.rpartition("/")[0] or "/") or "."
         is_default = directory == (resolve_path(volume, str(checkpoint_directory)) or ".")
     except KeepstepError:
         return ""

@@ -30,7 +30,7 @@ from keepstep_agent.cli.store_options import destination_options
 from keepstep_agent.cli.store_work import as_json_option, opened, print_json, run_work
 from keepstep_agent.core.errors import ErrorKind, StoreError, printable
 from keepstep_agent.core.model import CommitMarker
-from keepstep_agent.core.policies.restore_choice import CommittedSave, by_output, newest_first
+from keepstep_agent.core.policies.restore_choice import CommittedSave, by_line, newest_first
 from keepstep_agent.core.quantities import amount
 from keepstep_agent.core.settings.values import RetentionSettings, Settings, StoreSettings, TransferSettings
 from keepstep_agent.ports import StoreReader
@@ -217,7 +217,7 @@ async def _ls(settings: StoreSettings, newest: int | None) -> tuple[list[dict[st
     `newest`: how many of the checkpoints and of each node's snapshots; None: all.
     """
     async with opened(settings) as store:
-        groups = [*by_output(await _announced(store)).values(), *(await list_snapshots(store)).values()]
+        groups = [*by_line(await _announced(store)).values(), *(await list_snapshots(store)).values()]
         older = newest is not None and any(len(group) > newest for group in groups)
         listed = [one for group in groups for one in group[:newest]]
         committed, snapshots = ([one for one in listed if bool(one.series) is wanted] for wanted in (False, True))
@@ -334,7 +334,7 @@ async def _chosen(store: StoreReader, step: int | None, everything: bool) -> lis
         found = await list_step(store, step)
         return [*found, *await list_weights_alone(store, found, step=step)]
     committed = await (_announced(store) if everything else list_committed(store))
-    groups = [*by_output(committed).values(), *(await list_snapshots(store)).values()]
+    groups = [*by_line(committed).values(), *(await list_snapshots(store)).values()]
     return [
         replace(one, saved_at=await saved_at(store, one)) if one.series else one
         for group in groups

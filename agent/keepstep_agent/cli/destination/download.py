@@ -21,7 +21,7 @@ from keepstep_agent.cli.store_options import destination_options
 from keepstep_agent.cli.store_work import as_json_option, opened, print_json, run_work
 from keepstep_agent.core.errors import ErrorKind, StoreError, VolumeError, printable
 from keepstep_agent.core.model import is_optimizer_file
-from keepstep_agent.core.policies.restore_choice import CommittedSave, by_output
+from keepstep_agent.core.policies.restore_choice import CommittedSave, by_line
 from keepstep_agent.core.quantities import amount
 from keepstep_agent.core.settings.values import Settings
 from keepstep_agent.ports import StoreReader
@@ -127,7 +127,7 @@ async def _chosen(
 
 def _saved_last(committed: Sequence[CommittedSave]) -> Sequence[CommittedSave]:
     """Return those of the output directory that was saved to last, by the store's clock; newest first."""
-    outputs = by_output(committed).values()
+    outputs = by_line(committed).values()
     return max(outputs, key=lambda found: max(one.modified_at for one in found), default=())
 
 

@@ -31,10 +31,6 @@ class Pin:
     markers: tuple[str, ...] = ()
 
     @property
-    def fresh_start(self) -> bool:
-        return not self.markers
-
-    @property
     def saves(self) -> tuple[str, ...]:
         """The ids of the saves."""
         return tuple(parsed[1] for marker in self.markers if (parsed := parse_marker_key(marker)))
@@ -160,18 +156,21 @@ def newest_first(committed: Iterable[CommittedSave]) -> tuple[CommittedSave, ...
     return tuple(sorted(committed, key=lambda one: (one.step, one.saved_at, one.save), reverse=True))
 
 
-def by_output(committed: Iterable[CommittedSave]) -> dict[str, list[CommittedSave]]:
-    """Return the saves of each output directory, by its key, in their order."""
-    groups: dict[str, list[CommittedSave]] = {}
+def by_line(committed: Iterable[CommittedSave]) -> dict[tuple[str, str], list[CommittedSave]]:
+    """Group saves of which each replaces those before it, by (series, key of the output directory), in their order.
+
+    Announced checkpoints have no series, and snapshots no output directory.
+    """
+    groups: dict[tuple[str, str], list[CommittedSave]] = {}
     for one in committed:
-        groups.setdefault(one.output_key, []).append(one)
+        groups.setdefault((one.series, one.output_key), []).append(one)
     return groups
 
 
 def choose(committed: Sequence[CommittedSave], *, pin: Pin | None, failures: Mapping[str, str]) -> Choice:
     """Return what to try next. `failures` maps the id of each save that was tried to what is wrong with it.
 
-    `committed` are of one output directory, and so is the marker of `pin`.
+    `committed` are of one output directory or series, and so is the one marker of `pin`.
     """
     if pin is not None:
         return _obey(committed, pin, failures)
@@ -190,8 +189,6 @@ def choose(committed: Sequence[CommittedSave], *, pin: Pin | None, failures: Map
 
 
 def _obey(committed: Sequence[CommittedSave], pin: Pin, failures: Mapping[str, str]) -> Choice:
-    if pin.fresh_start:
-        return StartFresh(because=f"this start of attempt {pin.attempt} is pinned to start from step 0")
     (parsed,) = filter(None, map(parse_marker_key, pin.markers))
     step, save, _ = parsed
     which = f"step {step} (save {save}), which this start of {pin.attempt} resumes from,"

@@ -10,7 +10,7 @@ from typing import Final
 from keepstep_agent.catalog.markers import list_committed, named
 from keepstep_agent.catalog.weights_only import refuse_fresh_start
 from keepstep_agent.core.errors import KeepstepError, StoreError, checkpoint_corrupt, retry_delay_seconds
-from keepstep_agent.core.policies.restore_choice import CommittedSave, by_output, newest_first
+from keepstep_agent.core.policies.restore_choice import CommittedSave, by_line, newest_first
 from keepstep_agent.runtime.work.ready_store import ReadyStore
 
 _NEWEST: Final = 20
@@ -57,11 +57,11 @@ class RestorableListing:
         Raises StoreError: StoreError(CHECKPOINT_CORRUPT) if there are some and none can be restored.
         """
         store = await self._store.get()
-        outputs = by_output(await list_committed(store))
+        outputs = by_line(await list_committed(store))
         if not outputs:
             await refuse_fresh_start(store)
         self.known = {one.save: one for found in outputs.values() for one in found}
-        wanted = [found for key, found in outputs.items() if output_key in {None, key}]
+        wanted = [found for (_, key), found in outputs.items() if output_key in {None, key}]
         usable = [[one for one in found if one.save not in self.failures] for found in wanted]
         if name:
             return await named(store, name, [one for found in usable for one in found])

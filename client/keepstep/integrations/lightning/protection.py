@@ -239,7 +239,8 @@ class Protection:
                 run.bring(Path(path), output)
 
     def _load_loaders(self, trainer: Any, load: Callable[[], None]) -> None:
-        if self._random_states is not None and not self._training:
+        if self._random_states is not None and self._resumes and not self._training:
+            # The epoch that is resumed has its data in the order that it began with.
             random_generators.restore(self._at_epoch)
         elif not trainer.current_epoch:
             self._at_epoch = random_generators.capture()

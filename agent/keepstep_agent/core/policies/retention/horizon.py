@@ -1,27 +1,15 @@
 """How far down a prune has to look, and which saves were skipped: they are newer than one that was committed later."""
 
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from keepstep_agent.core.policies.restore_choice import CommittedSave, newest_first
+from keepstep_agent.core.policies.restore_choice import CommittedSave, by_line, newest_first
 from keepstep_agent.core.settings.values import RetentionSettings
 
 _RECENT: Final = 500
 """The least announced checkpoints above a horizon. They fill half of what a store lists at a time, so as many may come
 before a second request is needed."""
-
-
-def by_line(committed: Iterable[CommittedSave]) -> dict[tuple[str, str], list[CommittedSave]]:
-    """Group saves of which each replaces those before it, by (series, key of the output directory).
-
-    Announced checkpoints have no series, and snapshots no output directory.
-    """
-    groups: defaultdict[tuple[str, str], list[CommittedSave]] = defaultdict(list)
-    for one in committed:
-        groups[one.series, one.output_key].append(one)
-    return groups
 
 
 def skipped(committed: Iterable[CommittedSave]) -> set[str]:

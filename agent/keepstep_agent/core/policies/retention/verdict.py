@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Final
 
-from keepstep_agent.core.policies.restore_choice import CommittedSave, newest_first, run_of
+from keepstep_agent.core.policies.restore_choice import CommittedSave, by_line, newest_first, run_of
 from keepstep_agent.core.policies.retention.deletions import (
     Deletion,
     Kept,
@@ -13,7 +13,7 @@ from keepstep_agent.core.policies.retention.deletions import (
     deletion_of,
     is_generated,
 )
-from keepstep_agent.core.policies.retention.horizon import by_line, skipped
+from keepstep_agent.core.policies.retention.horizon import skipped
 from keepstep_agent.core.policies.retention.policies import policies_of, why_wanted
 from keepstep_agent.core.settings.values import RetentionSettings
 

@@ -8,9 +8,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from keepstep_agent.core.model import is_optimizer_file
-from keepstep_agent.core.policies.restore_choice import CommittedSave, newest_first
+from keepstep_agent.core.policies.restore_choice import CommittedSave, by_line, newest_first
 from keepstep_agent.core.policies.retention.deletions import PrunePlan, StoredSave
-from keepstep_agent.core.policies.retention.horizon import by_line, skipped
+from keepstep_agent.core.policies.retention.horizon import skipped
 from keepstep_agent.core.policies.retention.policies import Newest, why_wanted
 from keepstep_agent.core.policies.retention.verdict import is_live
 from keepstep_agent.core.settings.values import RetentionSettings
