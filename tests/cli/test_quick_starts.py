@@ -27,11 +27,19 @@ asyncio.create_subprocess_exec = tell
 from keepstep_agent.__main__ import main
 main()
 """
+# The command may leave by `os._exit`, if a store's thread is about to end.
 _LOADED_AT_ITS_END = """
-import atexit, sys
-atexit.register(lambda: print(*(name for name, module in sys.modules.items() if module)))
+import os, sys
+def leave(code):
+    print(*(name for name, module in sys.modules.items() if module))
+    sys.stdout.flush()
+    left(code)
+left, os._exit = os._exit, leave
 from keepstep_agent.__main__ import main
-main()
+try:
+    main()
+finally:
+    leave(0)
 """
 
 
