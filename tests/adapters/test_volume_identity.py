@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from keepstep_agent.adapters.volume.identity import claim, owner_of
+from keepstep_agent.adapters.volume.identity import claim, owner_of, volume_id
 from keepstep_agent.core.errors import ErrorKind, KeepstepError, VolumeError
 
 
@@ -54,3 +54,15 @@ def test_a_volume_that_cannot_be_claimed_is_the_volumes_error(tmp_path: Path) ->
     (tmp_path / "volume").write_text("a file")
     with pytest.raises(VolumeError):
         claim(tmp_path / "volume", "s3://bucket/one")
+
+
+def test_a_volume_has_one_id_and_no_other_has_it(tmp_path: Path) -> None:
+    ids = [volume_id(tmp_path / name, tmp_path / name / "state") for name in ("one", "two", "one", "two")]
+    assert ids[:2] == ids[2:]
+    assert len(set(ids)) == 2
+
+
+def test_an_id_that_cannot_be_kept_is_an_error_that_says_where(tmp_path: Path) -> None:
+    (tmp_path / "state" / "volume-id").mkdir(parents=True)
+    with pytest.raises(VolumeError, match="cannot keep"):
+        volume_id(tmp_path, tmp_path / "state")

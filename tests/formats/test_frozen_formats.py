@@ -24,6 +24,7 @@ from keepstep_agent.core.agent.events import EVENT_TAGS, Announced
 from keepstep_agent.core.errors import ErrorKind, StoreError
 from keepstep_agent.core.mirror.base import decode_base, encode_base
 from keepstep_agent.core.policies.restore_choice import decode_pin, encode_pin
+from keepstep_agent.core.stored.lease import decode_lease, encode_lease
 from keepstep_agent.core.stored.ledger import decode_lives, encode_life
 from keepstep_agent.core.stored.manifest import decode_manifest, decode_marker, encode_manifest, encode_marker
 from keepstep_agent.core.stored.reservation import decode_reservation, encode_reservation
@@ -45,6 +46,7 @@ AGAIN: Final[dict[str, Callable[[bytes], bytes]]] = {
     "marker.json": lambda body: encode_marker(decode_marker(body, "key")),
     "weights-marker.json": lambda body: encode_weights_marker(decode_weights_marker(body, "key")),
     "pin.json": lambda body: encode_pin(decode_pin(body, "key")),
+    "lease.json": lambda body: encode_lease(decode_lease(body, "key")),
     "ledger.json": lambda body: encode_life(*decode_lives(body)),
     "signal": lambda body: signal_file.encode(signal_file.decode(body)),
 }
@@ -107,6 +109,12 @@ def test_an_object_of_a_newer_version_is_no_damage_and_says_to_update(name: str)
         decode(newer((FROZEN / name).read_bytes()), "key")
     assert raised.value.kind is ErrorKind.FORMAT_UNKNOWN
     assert "update Keepstep" in str(raised.value)
+
+
+def test_a_lease_of_a_newer_version_is_never_taken_for_a_damaged_one() -> None:
+    with pytest.raises(StoreError) as caught:
+        decode_lease(newer((FROZEN / "lease.json").read_bytes()), "key")
+    assert caught.value.kind is ErrorKind.FORMAT_UNKNOWN
 
 
 def test_a_pin_of_a_newer_version_is_refused_and_says_to_update() -> None:

@@ -33,6 +33,7 @@ class RunProcess:
         restore: str = "whole",
         prefix: tuple[str, ...] = (),
         autoload: bool = False,
+        take_over: bool = False,
         **settings: object,
     ) -> None:
         self.volume = volume
@@ -44,7 +45,8 @@ class RunProcess:
         self._command = [*prefix, sys.executable, "-m", "keepstep_agent", "run"]
         self._command += ["--to", destination, "--volume", str(volume)]
         self._command += ["--log-format=json", *(f"--{name.replace('_', '-')}={settings[name]}" for name in settings)]
-        self._command += [f"--restore={restore}", *(["--autoload"] if autoload else []), "--", *command]
+        flags = {"--autoload": autoload, "--take-over": take_over}
+        self._command += [f"--restore={restore}", *(flag for flag, given in flags.items() if given), "--", *command]
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Self:

@@ -105,9 +105,9 @@ def test_a_run_that_was_killed_lost_the_steps_that_its_next_start_did_again(
     tmp_path: Path, rclone_bucket: Bucket, fault_proxy: FaultProxy, program: tuple[str, ...]
 ) -> None:
     began_at = time.time()
-    # A node that is lost takes its volume along.
+    # A node that is lost takes its volume along, and a person knows that its run is no longer alive.
     volumes = [tmp_path / f"volume-{number}" for number in range(3)]
-    options: dict[str, Any] = {"command": program, "endpoint_url": fault_proxy.endpoint_url}
+    options: dict[str, Any] = {"command": program, "endpoint_url": fault_proxy.endpoint_url, "take_over": True}
     with RunProcess(volumes[0], rclone_bucket.destination, environment={"STOP_AT": "10"}, **options) as run:
         committed(run, 10)
         killed(run)

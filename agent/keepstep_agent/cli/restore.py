@@ -2,11 +2,15 @@
 
 import asyncio
 import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Final
 
 import click
+import structlog
 
 from keepstep_agent.adapters.volume import identity
 from keepstep_agent.adapters.volume.shared_folders import make_shared_folders
@@ -23,9 +27,14 @@ from keepstep_agent.core.settings.values import Settings
 from keepstep_agent.core.stored.ledger import Resumed
 from keepstep_agent.ports import StoreWriter
 from keepstep_agent.restore import init_step
+from keepstep_agent.restore.run_lease import RunLease, lease_of_run
 from keepstep_agent.restore.snapshots import RestoredSnapshot, RestoredSnapshots, restore_snapshots
 from keepstep_agent.restore.start_record import StartRecord, write_start_record
 from keepstep_api.names import LAZY, OFF
+
+_TAKE_OVER: Final = "take-over"
+
+_log: structlog.typing.FilteringBoundLogger = structlog.get_logger("keepstep.run")
 
 
 @click.command()
@@ -47,8 +56,9 @@ from keepstep_api.names import LAZY, OFF
     type=click.Path(file_okay=False, path_type=Path),
     help="First copy autoload's files, for a trainer's PYTHONPATH, to this directory.",
 )
+@click.option("--lease", type=click.Choice(["acquire", _TAKE_OVER]), hidden=True)
 @as_json_option
-def restore(settings: Settings, autoload_to: Path | None, as_json: bool) -> None:
+def restore(settings: Settings, autoload_to: Path | None, lease: str | None, as_json: bool) -> None:
     """Fetch the newest checkpoints at DEST that are intact.
 
     That is one for each output directory of the run, put back where it was saved. Then, for programs that do not
@@ -60,9 +70,11 @@ def restore(settings: Settings, autoload_to: Path | None, as_json: bool) -> None
         with errors_reported():
             copy_autoload(autoload_to)
     if settings.restore == OFF:
+        if lease:
+            run_work(settings, _only_lease(settings, lease))
         click.echo("nothing is restored: --restore is off")
         return
-    restored, snapshots = run_work(settings, _restore(settings))
+    restored, snapshots = run_work(settings, _restore(settings, lease))
     if as_json:
         value = [{**asdict(one), "path": str(one.path)} for one in restored]
         destination = settings.store.destination
@@ -119,14 +131,40 @@ def _as_json(snapshots: RestoredSnapshots | None) -> dict[str, object] | None:
     }
 
 
-async def _restore(settings: Settings) -> tuple[tuple[init_step.Restored, ...], RestoredSnapshots | None]:
+async def _only_lease(settings: Settings, lease: str) -> None:
+    try:
+        async with opened(settings.store) as store:
+            await _find(store, settings.store.destination, Path(settings.volume))
+            async with _held(store, settings, lease):
+                pass
+    except StoreError as error:
+        # Nothing is read from the destination, so the program can begin without it.
+        _log.warning("run.lease_not_taken", error=str(error), hint=error.hint)
+
+
+@asynccontextmanager
+async def _held(store: StoreWriter, settings: Settings, lease: str | None) -> AsyncIterator[None]:
+    """Hold the destination's lease for the run that this restore is a part of, if there is one."""
+    if lease is None:
+        yield
+        return
+    own = await asyncio.to_thread(lease_of_run, settings)
+    async with RunLease(store, own, renews=not settings.node_rank).held(take_over=lease == _TAKE_OVER):
+        yield
+
+
+async def _restore(
+    settings: Settings, lease: str | None
+) -> tuple[tuple[init_step.Restored, ...], RestoredSnapshots | None]:
     volume, directory = Path(settings.volume), Path(settings.checkpoint_directory)
     began_at = time.time()
-    async with opened(settings.store) as store:
+    async with AsyncExitStack() as stack:
+        store = await stack.enter_async_context(opened(settings.store))
         # The volume must not be bound to a destination that does not answer: it may be mistyped.
         await _find(store, settings.store.destination, volume)
         await asyncio.to_thread(make_shared_folders, volume, directory)
         await asyncio.to_thread(identity.claim, volume, settings.store.destination)
+        await stack.enter_async_context(_held(store, settings, lease))
         with progress_line() as advance:
             restored: tuple[init_step.Restored, ...] = ()
             if settings.restore != LAZY:

@@ -32,8 +32,11 @@ _DEFAULTS = {
 @click.option(
     "--autoload", "wants_autoload", is_flag=True, help="Protect a Python program's framework, see docs/autoload.md."
 )
+@click.option(
+    "--take-over", is_flag=True, help="Begin although another run is alive at the destination: this one replaces it."
+)
 @click.argument("command", nargs=-1, required=True, metavar="-- CMD…")
-def run(wants_autoload: bool, command: tuple[str, ...], **options: Any) -> None:
+def run(wants_autoload: bool, take_over: bool, command: tuple[str, ...], **options: Any) -> None:
     """Run a program with an agent beside it.
 
     Restores the newest checkpoint (see --restore), runs the program, and drains when it has ended. KEEPSTEP_RESUME
@@ -105,6 +108,7 @@ def run(wants_autoload: bool, command: tuple[str, ...], **options: Any) -> None:
                 notify=notify,
                 answers=answers,
                 is_stuck=is_stuck,
+                take_over=take_over,
                 autoload_check=check,
             )
             return await runner.run()

@@ -1,4 +1,4 @@
-"""Records which destination a volume belongs to: that of its journal, its pins and its records.
+"""Records which destination a volume belongs to, that of its journal, its pins and its records; and which volume it is.
 
 A volume can outlive its run and be used by another one. Neither run may upload or resume what the other saved.
 Invariant: the recorded destination is never replaced.
@@ -7,18 +7,21 @@ The file lies on the volume because it must live as long as the volume. A traine
 its checkpoints are not stored, or they are stored where its agent stores them anyway.
 """
 
+import contextlib
 import secrets
 from pathlib import Path
 from typing import Final
 
 from keepstep_agent.adapters.volume.errors import folder_error
-from keepstep_agent.adapters.volume.shared_folders import make_own_folder
+from keepstep_agent.adapters.volume.shared_folders import make_own_folder, make_state_directory, open_state_directory
 from keepstep_agent.adapters.volume.shared_volume import open_volume
 from keepstep_agent.core.errors import ErrorKind, KeepstepError
 from keepstep_agent.core.limits import OWNER_BYTES
 from keepstep_api.names import OWNING_DESTINATION, STATE_DIRECTORY
 
 _PATH: Final = f"{STATE_DIRECTORY}/{OWNING_DESTINATION}"
+_ID: Final = "volume-id"
+_ID_CHARACTERS: Final = 32
 
 
 def claim(volume: Path, destination: str) -> None:
@@ -50,6 +53,23 @@ def owner_of(volume: Path) -> str | None:
         return None
     except OSError as error:
         raise folder_error(error, f"cannot read {volume}/{_PATH}") from error
+
+
+def volume_id(volume: Path, state_directory: Path) -> str:
+    """Return a word that no other volume has, made by the first call. Raises VolumeError.
+
+    The run's lock keeps out other processes that would make one.
+    """
+    make_state_directory(volume, state_directory)
+    try:
+        with open_state_directory(volume, state_directory) as folder:
+            with contextlib.suppress(FileNotFoundError):
+                return folder.read(_ID, _ID_CHARACTERS).decode("ascii", errors="replace")
+            made = secrets.token_hex(_ID_CHARACTERS // 2)
+            folder.write_durably(_ID, made.encode())
+            return made
+    except OSError as error:
+        raise folder_error(error, f"cannot keep {state_directory}/{_ID}") from error
 
 
 def _write(volume: Path, destination: str) -> None:

@@ -13,6 +13,8 @@
 .keepstep/resume/<attempt>/<generation>.<place>.pod    that pod of the start has it on its disk
 .keepstep/damaged/<save>                           what restore found wrong with a save; prune does not rely on it
 .keepstep/ledger/<attempt>/<ms>-<nonce>.json       what one agent noted; `none` without an attempt, written at unix ms
+.keepstep/lease/run.json                           which `keepstep run` is alive; renewed every few seconds
+.keepstep/lease/clock                              written to learn the store's time
 """
 
 import re
@@ -47,6 +49,8 @@ RESUME_PREFIX: Final = f"{STATE_DIRECTORY}/{RESUME_DIRECTORY}/"
 DAMAGED_PREFIX: Final = f"{STATE_DIRECTORY}/{DAMAGED_DIRECTORY}/"
 LEDGER_PREFIX: Final = f"{STATE_DIRECTORY}/ledger/"
 """Of a run's ledger. What reads checkpoints never looks there."""
+LEASE_KEY: Final = f"{STATE_DIRECTORY}/lease/run.json"
+LEASE_CLOCK_KEY: Final = f"{STATE_DIRECTORY}/lease/clock"
 _LEDGER_KEY: Final = re.compile(rf"{re.escape(LEDGER_PREFIX)}({_TOKEN.pattern})/([0-9]{{13}})-({_TOKEN.pattern})\.json")
 _NO_ATTEMPT: Final = "none"
 WEIGHTS_PREFIX: Final = f"{STATE_DIRECTORY}/weights/"

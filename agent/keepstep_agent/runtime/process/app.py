@@ -27,6 +27,7 @@ from keepstep_agent.core.agent.commands import Command, Exit
 from keepstep_agent.core.agent.events import Exited, Started
 from keepstep_agent.core.settings.values import Settings
 from keepstep_agent.ports import Clock
+from keepstep_agent.restore.run_lease import lease_of_run
 from keepstep_agent.restore.start_record import read_start_record
 from keepstep_agent.runtime.api.http import serve_http
 from keepstep_agent.runtime.api.server import AgentService, serve_grpc
@@ -36,6 +37,7 @@ from keepstep_agent.runtime.engine.journaling import recover
 from keepstep_agent.runtime.engine.logs import say
 from keepstep_agent.runtime.monitors.commit_news import CommitTeller
 from keepstep_agent.runtime.monitors.kubernetes_events import KubernetesEvents, cluster_news
+from keepstep_agent.runtime.monitors.lease import LeaseRenewer
 from keepstep_agent.runtime.monitors.ledger import LedgerWriter
 from keepstep_agent.runtime.monitors.mirror import Mirror
 from keepstep_agent.runtime.monitors.monitors import Monitors
@@ -110,6 +112,7 @@ async def live(
     ledger: LedgerWriter,
     news: KubernetesEvents | None,
     boost: WorkloadBoost | None,
+    lease: LeaseRenewer | None,
 ) -> int:
     """Run everything that lives as long as the agent; return the exit code of the core's Exit."""
     async with asyncio.TaskGroup() as tasks:
@@ -134,6 +137,8 @@ async def live(
             tasks.create_task(news.last_words(exit_command.lost))
         if boost is not None:
             tasks.create_task(boost.last_words())
+        if lease is not None:
+            tasks.create_task(lease.last_words())
     return exit_command.code
 
 
@@ -304,13 +309,18 @@ async def run_agent(settings: Settings, *, fresh: bool = False, parent_pid: int 
         )
         if boost is not None:
             forever.append(boost.keep)
+        # The other nodes of a run leave it to the first one.
+        is_first_of_run = parent_pid is not None and not settings.node_rank
+        lease = LeaseRenewer(store, lease_of_run(settings)) if is_first_of_run else None
+        if lease is not None:
+            forever.append(lease.renew)
         teller = CommitTeller(engine, clock)
         forever += [partial(teller.tell, receiver) for receiver in teller.receivers]
         if news is not None:
             forever += [news.tell, lambda: news.watch_restore(fetches.progress)]
         # Not only with the first upload: a trainer may wait for it, or the grace period may be running.
         store.prepare()
-        return await live(engine, dispatcher, clock, forever, leaving, monitors, ledger, news, boost)
+        return await live(engine, dispatcher, clock, forever, leaving, monitors, ledger, news, boost, lease)
 
 
 async def _obey(signals: "asyncio.Queue[str]", monitors: Monitors) -> None:

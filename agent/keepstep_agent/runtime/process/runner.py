@@ -30,7 +30,7 @@ from keepstep_agent.core.limits import RECORD_BYTES
 from keepstep_agent.core.settings.values import Settings
 from keepstep_agent.runtime.process.agent_supervisor import AgentSupervisor, Notify, exit_code
 from keepstep_agent.runtime.process.autoload_check import AutoloadCheck
-from keepstep_api.names import ENV_RESUME, JUST_IN_TIME_EXIT_CODE, OFF, RESUMED
+from keepstep_api.names import ENV_RESUME, JUST_IN_TIME_EXIT_CODE, RESUMED
 
 _RESTORE_END_SECONDS: Final = 10.0
 _BETWEEN_QUESTIONS_SECONDS: Final = 2.0
@@ -58,7 +58,8 @@ class Runner:
     """One run; make it inside the event loop that runs it.
 
     `environment` carries the settings to the children; `notify`, `answers` and `is_stuck` talk to the agent. With
-    `autoload_check` the run warns where autoload is not active.
+    `take_over` a run that is alive at the destination does not keep this one out. With `autoload_check` the run warns
+    where autoload is not active.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class Runner:
         notify: Notify,
         answers: Callable[[], bool],
         is_stuck: Callable[[], bool],
+        take_over: bool = False,
         autoload_check: AutoloadCheck | None = None,
     ) -> None:
         self._settings = settings
@@ -84,6 +86,7 @@ class Runner:
         )
         self._program: asyncio.subprocess.Process | None = None
         self._is_stuck = is_stuck
+        self._take_over = take_over
         self._autoload_check = autoload_check
         self._ended_stuck = False
         self._noticed = False
@@ -100,16 +103,13 @@ class Runner:
         """
         self._listen()
         self._agent.load()
-        resume: dict[str, str] = {}
-        if self._settings.restore != OFF:
-            before = await asyncio.to_thread(self._resumed)
-            code = await self._restore()
-            if code:
-                await self._agent.end()
-                return code
-            after = await asyncio.to_thread(self._resumed)
-            if after != before:
-                resume = {ENV_RESUME: after.path}
+        before = await asyncio.to_thread(self._resumed)
+        code = await self._restore()
+        if code:
+            await self._agent.end()
+            return code
+        after = await asyncio.to_thread(self._resumed)
+        resume = {ENV_RESUME: after.path} if after != before else {}
         if not await self._start_agent():
             return exit_code(-self._interrupted.result())
         code = await self._run_program(resume)
@@ -151,8 +151,9 @@ class Runner:
         log.info("run.signal", signal=number.name)
 
     async def _restore(self) -> int:
+        command = [*_KEEPSTEP, "restore", "--lease", "take-over" if self._take_over else "acquire"]
         # Only the program may write to stdout: somebody may read it.
-        process = await asyncio.create_subprocess_exec(*_KEEPSTEP, "restore", stdout=sys.stderr, env=self._environment)
+        process = await asyncio.create_subprocess_exec(*command, stdout=sys.stderr, env=self._environment)
         ended = asyncio.create_task(process.wait())
         if not await self._interrupted_before(ended):
             return exit_code(ended.result())
