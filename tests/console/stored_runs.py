@@ -17,9 +17,12 @@ Objects = Mapping[str, tuple[bytes, float]]
 """Body and time of the last change, by key."""
 
 
-def marker_of(step: int, *, at: float, save: str = "", kind: Kind = Kind.PERIODIC) -> tuple[str, bytes]:
+def marker_of(
+    step: int, *, at: float, save: str = "", kind: Kind = Kind.PERIODIC, directory: str = ""
+) -> tuple[str, bytes]:
     """Return the key and the body of a commit marker."""
-    info = SaveInfo(save=save or f"save-{step}", name=f"checkpoint-{step}", step=step, kind=kind, world_size=1)
+    save, name = save or f"save-{step}", f"checkpoint-{step}"
+    info = SaveInfo(save=save, name=name, step=step, kind=kind, world_size=1, directory=directory)
     manifest = RankManifest(
         info=info, rank=0, saved_at=at, files=(file_entry("model.pt", b"x" * 1000, PART_BYTES),), single_file=False
     )
@@ -32,11 +35,13 @@ def run_objects(
     *,
     steps: Mapping[int, float] | None = None,
     kinds: Mapping[int, Kind] | None = None,
+    directories: Mapping[int, str] | None = None,
 ) -> Objects:
     """Return a run's objects: the ledger, one object for each life, and a marker for each step, committed then."""
     found: dict[str, tuple[bytes, float]] = {}
     for step, at in (steps or {}).items():
-        key, body = marker_of(step, at=at, kind=(kinds or {}).get(step, Kind.PERIODIC))
+        kind, directory = (kinds or {}).get(step, Kind.PERIODIC), (directories or {}).get(step, "")
+        key, body = marker_of(step, at=at, kind=kind, directory=directory)
         found[key] = body, at
     for life in lives:
         at = life.entries[-1].at

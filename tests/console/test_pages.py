@@ -145,6 +145,24 @@ async def test_every_checkpoint_says_what_became_of_it(console: Opener) -> None:
     assert "shed: superseded by step 400" in _Document(page).words
 
 
+async def test_a_run_of_several_trainings_shows_the_directory_of_each(console: Opener) -> None:
+    opened = await console()
+    opened.put("plain/", run_objects(steps={10: NOW - 100}))
+    opened.put(
+        "stages/",
+        run_objects(
+            steps={900: NOW - 300, 20: NOW - 60}, kinds={900: Kind.FINAL}, directories={900: "out/one", 20: "out/two"}
+        ),
+    )
+    await opened.runs.read_all()
+    _, page, _ = await opened.get("/run?name=stages")
+    words = _Document(page).words
+    assert "Recovery point step 20" in words
+    assert "20 out/two periodic committed" in words
+    _, page, _ = await opened.get("/run?name=plain")
+    assert "Directory" not in page
+
+
 @pytest.mark.parametrize("name", HOSTILE)
 async def test_no_name_from_the_bucket_is_obeyed_and_its_link_leads_to_its_page(console: Opener, name: str) -> None:
     opened = await console()

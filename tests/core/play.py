@@ -101,6 +101,7 @@ class Play:
         self.sizes: dict[tuple[str, int], tuple[int, ...]] = {}
         self.steps: dict[str, int] = {}
         self.sources: dict[str, str] = {}
+        self.directories: dict[str, str] = {}
         self.feed(Started(at=self.now, fresh=True))
 
     def feed(self, event: Event) -> tuple[Command, ...]:
@@ -157,7 +158,14 @@ class Play:
         self.sizes[save, rank] = sizes
         prefix = "shared" if local_world_size > 1 else f"r{rank}"
         files = tuple(f"{prefix}-{index}" for index in range(len(sizes)))
-        info = SaveInfo(save=save, name=f"checkpoint-{step}", step=step, kind=kind, world_size=world_size)
+        info = SaveInfo(
+            save=save,
+            name=f"checkpoint-{step}",
+            step=step,
+            kind=kind,
+            world_size=world_size,
+            directory=self.directories.get(save, ""),
+        )
         self.feed(
             Announced(
                 at=self.now,

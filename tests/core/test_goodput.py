@@ -332,3 +332,58 @@ def test_what_the_program_counts_is_that_of_the_newest_committed_checkpoint() ->
     found = report_goodput(run_history([life.life]))
     assert found.units == {"tokens": 200.0}
     assert together([found, found]).units == {"tokens": 400.0}
+
+
+def two_stages(*, resumed: Resumed) -> list[NotedLife]:
+    """Stage one saves steps 500 and 1,000; stage two, in a directory of its own, saves steps 40 and 80, and is killed.
+
+    Steps take 1 s. The next start goes on with stage two, and saves step 100 just in time.
+    """
+    first, second = NotedLife("first"), NotedLife("second")
+    first.start(1000, restore=(1000, 1000), resumed=Resumed.NOTHING)
+    first.ranks(1000, 1)
+    for step, at, output in ((500, 1500, "one"), (1000, 2000, "one"), (40, 2040, "two"), (80, 2080, "two")):
+        first.save(at, at, step, output=output)
+        first.commit(at + 1, step)
+    first.add(Alive, 2095, ranks=1, step=95)
+    second.start(2200, restore=(2190, 2200), resumed=resumed, step=80, save="save-80")
+    second.ranks(2200, 1)
+    second.notice(2220)
+    second.save(2220, 2220, 100, kind="just-in-time", output="two")
+    second.commit(2221, 100)
+    second.end(2222)
+    return [first, second]
+
+
+@pytest.mark.parametrize("resumed", [Resumed.SAVE, Resumed.UNKNOWN])
+def test_a_second_training_of_a_run_is_not_measured_by_the_steps_of_the_first(resumed: Resumed) -> None:
+    found = reported(*two_stages(resumed=resumed))
+    assert (found.steps_lost_known, found.starts[1].lost_steps) == (15, 15)
+    # From step 80 on, which the second start resumed from.
+    assert (found.kept_steps, found.kept_seconds) == (20, 20)
+    assert found.step_seconds == 1.0
+
+
+def test_the_first_just_in_time_save_of_a_second_training_kept_all_its_steps() -> None:
+    life = NotedLife("only")
+    life.resumes(1000, 500, restore=(1000, 1000))
+    life.ranks(1000, 1)
+    life.save(1100, 1100, 500, output="one")
+    life.commit(1101, 500)
+    life.notice(1130)
+    life.save(1130, 1130, 30, kind="just-in-time", output="two")
+    life.commit(1131, 30)
+    life.end(1132)
+    found = reported(life)
+    assert found.kept_steps == 30
+
+
+def test_what_a_second_training_counts_is_shown_although_the_first_had_more_steps() -> None:
+    life = NotedLife("only")
+    life.start(1000, restore=(1000, 1000), resumed=Resumed.NOTHING)
+    life.ranks(1000, 1)
+    for at, step, output in ((1010, 500, "one"), (1020, 20, "two")):
+        life.save(at, at, step, output=output, units={"tokens": float(step)})
+        life.commit(at + 1, step)
+    life.end(1100)
+    assert reported(life).units == {"tokens": 20.0}

@@ -18,6 +18,7 @@ from keepstep_agent.core.policies.run_overview import (
     RunOverview,
     RunStanding,
     overview_of,
+    usable_newest,
 )
 from keepstep_agent.core.stored.ledger import AgentEnded, Alive, SaveLost
 
@@ -237,3 +238,31 @@ def test_details_have_the_newest_and_say_how_many_there_are_besides() -> None:
         3 * (MOST_STARTS + 5) - MOST_CHECKPOINTS,
     )
     assert details.checkpoints[0].step == (MOST_STARTS + 4) * 10 + 2
+
+
+def test_of_several_output_directories_the_one_that_was_committed_to_last_is_the_recovery_point() -> None:
+    """Stage one has ended with a final checkpoint, and stage two has not come as far yet."""
+    life = NotedLife("agent-1")
+    life.start(1000)
+    life.ranks(1010, 1)
+    life.save(1100, 1105, 900, kind="final", output="one")
+    life.commit(1110, 900)
+    life.save(1200, 1205, 20, output="two")
+    life.commit(1210, 20)
+    listed = [
+        replace(committed(900, "save-900", modified_at=1110.0), output_key="1" * 12),
+        replace(committed(20, "save-20", modified_at=1210.0), output_key="2" * 12),
+    ]
+    unnamed = replace(committed(10, "save-10", modified_at=1150.0), output_key="2" * 12)
+    overview, details = overview_of([*listed, unnamed], marker(20), [life.life])
+    assert overview.recovery is not None
+    assert (overview.recovery.step, overview.recovery.taken_at) == (20, 1200.0)
+    assert overview.standing(1300.0, DAY) is RunStanding.RUNNING
+    # The marker that is read, the ledger, and nothing but the listing.
+    assert {row.save: row.output for row in details.checkpoints} == {
+        "save-900": "one",
+        "save-20": "",
+        "save-10": "2" * 12,
+    }
+    assert usable_newest(listed, {"save-20"}) == listed[0]
+    assert usable_newest([], ()) is None

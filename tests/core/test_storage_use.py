@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Iterable
+from dataclasses import replace
 
 import pytest
 
@@ -45,7 +46,10 @@ def census(
         head, mark, rest = f"/{key}".partition("/.keepstep/")
         run, inner = f"{head}/"[1:], mark[1:] + rest
         if parsed := parse_marker_key(inner):
-            found.add_marker(run, CommittedSave(key=inner, step=parsed[0], save=parsed[1], modified_at=at))
+            step, save_id, output_key = parsed
+            found.add_marker(
+                run, CommittedSave(key=inner, step=step, save=save_id, output_key=output_key, modified_at=at)
+            )
         elif snapshot := parse_snapshot_key(inner):
             found.add_marker(
                 run,
@@ -168,6 +172,12 @@ SNAPSHOT = info(5, Kind.SNAPSHOT, name="node-0")
         (save("", info(1), STALE), {marker_key(info(1)): Kind.JUST_IN_TIME}, RunState.ABANDONED),
         # It was continued after its end.
         (save("", info(1), STALE) + save("", info(2), STALE), {marker_key(info(1)): Kind.FINAL}, RunState.ABANDONED),
+        # A second training has begun in a directory of its own.
+        (
+            save("", info(9), STALE) + save("", replace(info(1), directory="two"), FRESH),
+            {marker_key(info(9)): Kind.FINAL},
+            RunState.ACTIVE,
+        ),
         # Work goes on, and nothing of it is committed: that is a failure, too.
         (save("", info(1), STALE) + save("", info(2), NOW, committed=False), {}, RunState.ABANDONED),
         (save("", info(1), STALE) + save("", SNAPSHOT, FRESH), {}, RunState.ACTIVE),

@@ -78,8 +78,9 @@ class Agent:
     def sees(self, at: float, *local_ranks: int) -> None:
         self.hears(RanksSeen(at=at, alive=frozenset(local_ranks)))
 
-    def saves(self, save: str, step: int) -> None:
+    def saves(self, save: str, step: int, *, directory: str = "") -> None:
         self.play.steps[save] = step
+        self.play.directories[save] = directory
         begun = SaveBegun(at=self.play.now - 2.0, save=save, attempt="job-1", step=step, size_bytes=1)
         self.play.feed(begun)
         self.hears(begun)
@@ -274,6 +275,13 @@ async def test_signs_of_life_of_ranks_that_came_again_do_not_tell_the_step_of_th
     assert await step() == 75
     agent.hears(StepSeen(at=40.0, newest=StepSign(at=39.0, step=78)))
     assert await step() == 78
+    # Nor do those of another training of the same processes.
+    agent.saves("third", 5, directory="stage-two")
+    assert await step() == 5
+    agent.hears(StepSeen(at=50.0, newest=StepSign(at=49.0, step=6)))
+    assert await step() == 6
+    saved = [entry for entry in await agent.entries() if isinstance(entry, Saved)]
+    assert [entry.output for entry in saved] == ["", "", "stage-two"]
 
 
 async def test_the_agents_end_does_not_wait_for_a_store_that_is_away() -> None:

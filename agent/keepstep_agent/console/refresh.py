@@ -24,7 +24,7 @@ from keepstep_agent.console.settings import MOST_KEPT_BYTES, MOST_RUNS, ConsoleS
 from keepstep_agent.core.errors import ErrorKind, KeepstepError, StoreError
 from keepstep_agent.core.model import CommitMarker
 from keepstep_agent.core.policies.restore_choice import CommittedSave
-from keepstep_agent.core.policies.run_overview import RunDetails, RunOverview, RunStanding, overview_of
+from keepstep_agent.core.policies.run_overview import RunDetails, RunOverview, RunStanding, overview_of, usable_newest
 from keepstep_agent.ports import StoreReader
 
 _RUNS_AT_ONCE: Final = 8
@@ -83,7 +83,7 @@ class KnownRun:
         damaged = await damaged_saves(store, self.prefix) if is_new or self._damaged else self._damaged
         if not is_new and damaged == self._damaged:
             return
-        usable = next((one for one in committed if one.save not in damaged), None)
+        usable = usable_newest(committed, damaged)
         newest = await self._read_newest(store, usable) if usable else None
 
         def compute() -> tuple[RunOverview, bytes]:

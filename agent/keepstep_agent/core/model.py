@@ -54,9 +54,14 @@ class SaveInfo:
         return self.kind is Kind.SNAPSHOT
 
     @property
+    def output_directory(self) -> str:
+        """The output directory that it belongs to, relative to the volume; empty: the checkpoint directory."""
+        return belongs_to(self.directory, self.output)
+
+    @property
     def output_key(self) -> str:
         """What tells the checkpoints of its output directory from others'; empty: the checkpoint directory."""
-        return directory_key(belongs_to(self.directory, self.output))
+        return directory_key(self.output_directory)
 
     @property
     def path(self) -> str:

@@ -13,7 +13,7 @@ from itertools import accumulate, pairwise
 from typing import Final
 
 from keepstep_agent.core.model import Kind
-from keepstep_agent.core.policies.run_history import JobStart, RunHistory, RunSave, Span
+from keepstep_agent.core.policies.run_history import JobStart, RunHistory, RunSave, Span, newest_save
 from keepstep_agent.core.stored.ledger import Resumed
 
 
@@ -111,7 +111,7 @@ def report_goodput(history: RunHistory) -> GoodputReport:
         kept_steps=sum(steps for steps, _ in kept),
         kept_seconds=seconds["kept"],
         committed=len(committed),
-        units=max(committed, key=lambda save: save.step).units if committed else {},
+        units=newest.units if (newest := newest_save(committed)) else {},
         starts=tuple(
             StartReport(
                 attempt=start.attempt,
@@ -274,13 +274,17 @@ def _kept_by(history: RunHistory, save: RunSave) -> tuple[int, Span]:
         and one.committed_at is not None
         and one.committed_at <= noticed_at
         and one.step <= save.step
+        and one.output == save.output
     ]
-    last = max(before, key=lambda one: (one.step, one.announced_at), default=None)
-    if last and not (start and start.resumed_step > last.step):
+    last = newest_save(before)
+    resumed = history.resumed_save(start) if start else None
+    # Of another training, whose steps say nothing of this one's.
+    is_of_another = resumed is not None and resumed.output != save.output
+    if last and (start is None or is_of_another or start.resumed_step <= last.step):
         return save.step - last.step, Span(since=last.taken_at, until=save.taken_at)
     if start is None:
         return 0, Span(since=save.taken_at, until=save.taken_at)
-    began_step = start.resumed_step
+    began_step = 0 if is_of_another else start.resumed_step
     if start.resumed is Resumed.UNKNOWN:
         began_step = min((step for at, step in history.steps if at >= start.began_at), default=save.step)
     since = start.trained[0].since if start.trained else start.restored_at
@@ -289,19 +293,24 @@ def _kept_by(history: RunHistory, save: RunSave) -> tuple[int, Span]:
 
 def _step_seconds(history: RunHistory) -> float | None:
     """Return the seconds of one step, stalls left out, from saves that follow one another without an interruption."""
-    saves = [save for save in history.saves if not save.is_snapshot]
+    outputs: dict[str, list[RunSave]] = defaultdict(list)
+    for save in history.saves:
+        if not save.is_snapshot:
+            outputs[save.output].append(save)
     spans = sorted((span for start in history.starts for span in start.trained), key=lambda span: span.since)
-    steps, seconds, position = 0, 0.0, 0
-    for before, after in pairwise(saves):
-        while position < len(spans) and spans[position].until < before.announced_at:
-            position += 1
-        uninterrupted = position < len(spans) and spans[position].since <= before.announced_at
-        if not uninterrupted or spans[position].until < after.announced_at or after.step <= before.step:
-            continue
-        # A save that does not hold up training is announced when the next steps are done already.
-        stall_seconds = before.stall.until - before.stall.since if before.stall else 0.0
-        took_seconds = after.taken_at - before.taken_at - stall_seconds
-        if took_seconds > 0:
-            steps += after.step - before.step
-            seconds += took_seconds
+    steps, seconds = 0, 0.0
+    for saves in outputs.values():
+        position = 0
+        for before, after in pairwise(saves):
+            while position < len(spans) and spans[position].until < before.announced_at:
+                position += 1
+            uninterrupted = position < len(spans) and spans[position].since <= before.announced_at
+            if not uninterrupted or spans[position].until < after.announced_at or after.step <= before.step:
+                continue
+            # A save that does not hold up training is announced when the next steps are done already.
+            stall_seconds = before.stall.until - before.stall.since if before.stall else 0.0
+            took_seconds = after.taken_at - before.taken_at - stall_seconds
+            if took_seconds > 0:
+                steps += after.step - before.step
+                seconds += took_seconds
     return seconds / steps if steps else None

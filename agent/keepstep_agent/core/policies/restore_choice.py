@@ -167,6 +167,11 @@ def by_line(committed: Iterable[CommittedSave]) -> dict[tuple[str, str], list[Co
     return groups
 
 
+def last_line(committed: Iterable[CommittedSave]) -> list[CommittedSave]:
+    """Return the saves of the output directory, or of the series, that was committed to last."""
+    return max(by_line(committed).values(), key=lambda line: max(one.modified_at for one in line), default=[])
+
+
 def choose(committed: Sequence[CommittedSave], *, pin: Pin | None, failures: Mapping[str, str]) -> Choice:
     """Return what to try next. `failures` maps the id of each save that was tried to what is wrong with it.
 

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from keepstep_agent.core.policies.restore_choice import CommittedSave
+from keepstep_agent.core.policies.restore_choice import CommittedSave, last_line
 from keepstep_agent.core.stored.object_layout import UPLOADS_PREFIX, run_of_record, save_of_record
 from keepstep_api.names import STATE_DIRECTORY
 
@@ -58,8 +58,11 @@ class StoredRun:
 
     @property
     def newest(self) -> list[CommittedSave]:
-        """The announced checkpoints of the highest step: several if attempts have saved it."""
-        announced = [one for one in self.committed if not one.series and not one.weights_only]
+        """The announced checkpoints of the highest step: several if attempts have saved it.
+
+        Of several output directories, those of the one that was committed to last.
+        """
+        announced = last_line(one for one in self.committed if not one.series and not one.weights_only)
         step = max((one.step for one in announced), default=0)
         return [one for one in announced if one.step == step]
 

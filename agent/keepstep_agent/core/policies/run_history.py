@@ -43,11 +43,12 @@ class RunSave:
     """A save, as all agents together have seen it. `stall`: when it held up training, on the pod where it took longest.
 
     `announced_at` is when the last pod had announced it, `committed_at` when the first knew of the commit. `units` is
-    what the program had counted by then.
+    what the program had counted by then. `output`: as in the ledger's `Saved`.
     """
 
     save: str
     step: int
+    output: str
     kind: str
     begun_at: float | None
     announced_at: float
@@ -99,7 +100,7 @@ class RunHistory:
     def resumed_save(self, start: JobStart) -> RunSave | None:
         """Return the save that a start resumed from; None if the ledger does not have it.
 
-        If the start does not tell it, that is the newest that was committed before.
+        If the start does not tell it, that is the newest that was committed before, of the last output directory.
         """
         if start.resumed is Resumed.NOTHING:
             return None
@@ -114,7 +115,15 @@ class RunHistory:
             named = [
                 save for save in self.saves if save.committed_at is not None and save.committed_at <= start.began_at
             ]
-        return max(named, key=lambda save: (save.step, save.announced_at), default=None)
+        return newest_save(named)
+
+
+def newest_save(saves: Iterable[RunSave]) -> RunSave | None:
+    """Return the save of the highest step, in the output directory that was saved to last; None if there is none."""
+    found = tuple(saves)
+    last = max(found, key=lambda save: save.announced_at, default=None)
+    of_last = [save for save in found if last and save.output == last.output]
+    return max(of_last, key=lambda save: (save.step, save.announced_at), default=None)
 
 
 def run_history(lives: Iterable[AgentLife]) -> RunHistory:
@@ -280,6 +289,7 @@ def _run_save(saved: Sequence[Saved], committed: Sequence[SaveCommitted]) -> Run
     return RunSave(
         save=saved[0].save,
         step=saved[0].step,
+        output=saved[0].output,
         kind=saved[0].save_kind,
         begun_at=min(begun, default=None),
         announced_at=max(entry.at for entry in saved),

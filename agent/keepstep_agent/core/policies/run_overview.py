@@ -12,7 +12,7 @@ from typing import Final
 
 from keepstep_agent.core.model import CommitMarker, Kind
 from keepstep_agent.core.policies.goodput import GoodputReport, StartReport, report_goodput
-from keepstep_agent.core.policies.restore_choice import CommittedSave
+from keepstep_agent.core.policies.restore_choice import CommittedSave, last_line
 from keepstep_agent.core.policies.run_history import JobStart, RunHistory, RunSave, run_history
 from keepstep_agent.core.stored.ledger import AgentEnded, AgentLife, SaveLost
 
@@ -143,10 +143,14 @@ class StartRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointRow:
-    """One checkpoint or snapshot. What nothing tells is empty or None; `reason` says why it was shed or has failed."""
+    """One checkpoint or snapshot. What nothing tells is empty or None; `reason` says why it was shed or has failed.
+
+    `output`: its output directory, or what stands for one that nothing names; empty: the checkpoint directory.
+    """
 
     save: str
     step: int | None
+    output: str
     series: str
     kind: str
     state: CheckpointState
@@ -181,8 +185,8 @@ def overview_of(
     """Compute what a run's pages show.
 
     `listed` are the committed saves, newest first: announced checkpoints, or snapshots if there are none. `newest` is
-    the marker of the first of them that is not in `damaged`; None if it cannot be read. Of the saves in `weights_only`
-    a prune has left the weights.
+    the marker of their `usable_newest`; None if it cannot be read. Of the saves in `weights_only` a prune has left the
+    weights.
     """
     known = tuple(lives)
     history = run_history(known)
@@ -193,7 +197,7 @@ def overview_of(
     sizes = {row.save: row.size_bytes for row in rows if row.state in _WHOLE and not row.series}
     last = history.starts[-1] if history.starts else None
     overview = RunOverview(
-        recovery=_recovery_point([one for one in listed if one.save not in damaged], newest, history),
+        recovery=_recovery_point(usable_newest(listed, damaged), newest, history),
         time=_time(report) if report else None,
         last_sign_at=max((start.ended_at for start in history.starts), default=None),
         last_commit_at=max((one.modified_at for one in listed), default=None),
@@ -217,6 +221,14 @@ def overview_of(
     return overview, details
 
 
+def usable_newest(listed: Iterable[CommittedSave], damaged: Collection[str]) -> CommittedSave | None:
+    """Return the newest of saves that are listed newest first, in the output directory that was committed to last.
+
+    Those in `damaged` do not count.
+    """
+    return next(iter(last_line(one for one in listed if one.save not in damaged)), None)
+
+
 def _has_failed(start: JobStart, lives: Iterable[AgentLife]) -> bool:
     """Whether an agent of the last start leaves what is not committed, or its program has failed without a notice."""
     ends = [entry for life in lives for entry in life.entries if isinstance(entry, AgentEnded)]
@@ -225,11 +237,10 @@ def _has_failed(start: JobStart, lives: Iterable[AgentLife]) -> bool:
 
 
 def _recovery_point(
-    listed: Sequence[CommittedSave], newest: CommitMarker | None, history: RunHistory
+    first: CommittedSave | None, newest: CommitMarker | None, history: RunHistory
 ) -> RecoveryPoint | None:
-    if not listed:
+    if first is None:
         return None
-    first = listed[0]
     noted = next((save for save in history.saves if save.save == first.save), None)
     kind = Kind.SNAPSHOT.value if first.series else ""
     taken_at = first.modified_at
@@ -322,6 +333,7 @@ def _checkpoint_rows(
             CheckpointRow(
                 save=save.save,
                 step=None if save.is_snapshot else save.step,
+                output=save.output,
                 series="",
                 kind=save.kind,
                 state=state,
@@ -338,15 +350,17 @@ def _checkpoint_rows(
 def _listed_row(one: CommittedSave, noted: RunSave | None, newest: CommitMarker | None) -> CheckpointRow:
     marker = newest if newest and newest.info.save == one.save else None
     kind, size_bytes, taken_at = Kind.SNAPSHOT.value if one.series else "", None, one.modified_at
+    output = one.output_key
     if noted is not None:
-        kind, taken_at = noted.kind, noted.taken_at
+        kind, taken_at, output = noted.kind, noted.taken_at, noted.output
         size_bytes = noted.size_bytes if noted.committed_at is not None else None
     if marker is not None:
-        kind, size_bytes = marker.info.kind.value, marker.size_bytes
+        kind, size_bytes, output = marker.info.kind.value, marker.size_bytes, marker.info.output_directory
         taken_at = marker.saved_at if noted is None else taken_at
     return CheckpointRow(
         save=one.save,
         step=None if one.series else one.step,
+        output=output,
         series=one.series,
         kind=kind,
         state=CheckpointState.COMMITTED,

@@ -80,12 +80,14 @@ class Saved(_Entry):
     """All ranks of the pod have announced a save. `step` counts nothing if the kind is `snapshot`.
 
     `begun_at` is None if the agent was not asked before. `stall_seconds` is what the client measured; None if it did
-    not. `units` is what the program counts, such as samples or tokens done until then.
+    not. `units` is what the program counts, such as samples or tokens done until then. `output`: the output directory
+    that it belongs to, relative to the volume; empty: the checkpoint directory.
     """
 
     save: NameText
     step: Step
     save_kind: NameText
+    output: Text = ""
     begun_at: Moment | None = None
     stall_seconds: Seconds | None = None
     units: Units = field(default_factory=dict, hash=False)
@@ -119,7 +121,7 @@ class Noticed(_Entry):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alive(_Entry):
-    """So many training processes are still alive. `step` is the highest that the agent has heard of; 0: of none."""
+    """So many training processes are still alive. `step` is the highest of this training that is known; 0: none."""
 
     ranks: Annotated[int, Meta(ge=0, le=LOCAL_RANKS)]
     step: Step = 0

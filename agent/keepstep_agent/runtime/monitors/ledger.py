@@ -95,6 +95,7 @@ class LedgerWriter:
         self._ranks = 0
         self._had_ranks = False
         self._step = 0
+        self._output = ""
         self._source = ""
         self._wants_object = self._is_urgent = self._is_failing = False
         # By the event loop's clock.
@@ -220,8 +221,11 @@ class LedgerWriter:
         info = event.info
         begun = [one.announced.begun_at for one in checkpoint.contributions.values()]
         begun_at = min((moment for moment in begun if moment is not None), default=None)
+        output = _shortened(info.output_directory)
         if not info.is_snapshot:
-            self._step = max(self._step, info.step)
+            # Another training of the same program begins with steps of its own.
+            self._step = max(self._step, info.step) if output == self._output else info.step
+            self._output = output
         # What an earlier agent did not take was complete when the client recorded it.
         at = event.at if event.recorded_at is None else event.recorded_at
         return lambda number: Saved(
@@ -230,6 +234,7 @@ class LedgerWriter:
             save=info.save,
             step=info.step,
             save_kind=info.kind.value,
+            output=output,
             begun_at=begun_at,
             stall_seconds=checkpoint.stall_seconds or None,
             units=dict(event.units),
