@@ -204,6 +204,20 @@ async def test_what_was_committed_before_one_below_the_horizon_justifies_no_dele
     assert await steps_left(store) == [111, 109, 101, 51]
 
 
+async def test_a_commit_of_another_output_directory_below_the_horizon_holds_up_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store = ListingStore()
+    for step in range(101, 109):
+        await store_checkpoint(store, step)
+    store.now += 60
+    await store_checkpoint(store, 51, directory="stage-two")
+    horizon = await horizon_above(store, 4, monkeypatch)
+    await store_checkpoint(store, 109)
+    assert await pruned(store, horizon) is not None
+    assert await steps_left(store) == [109, 108, 105, 104, 103, 102, 101, 51]
+
+
 @pytest.mark.parametrize("damage", ["truncated", "noted"])
 async def test_a_damaged_newest_justifies_nothing_after_a_commit_either(
     damage: str, monkeypatch: pytest.MonkeyPatch

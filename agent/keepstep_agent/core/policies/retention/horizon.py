@@ -1,7 +1,7 @@
 """How far down a prune has to look, and which saves were skipped: they are newer than one that was committed later."""
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
 from keepstep_agent.core.policies.restore_choice import CommittedSave, by_line, newest_first
@@ -33,16 +33,19 @@ def skipped(committed: Iterable[CommittedSave]) -> set[str]:
 class Horizon:
     """How far down a prune has to look if a whole one looked at everything a while ago: to `step`, that one included.
 
-    `older_commit_at`: when the last of the checkpoints below was committed; 0 if there is none.
+    `older_commits_at`: when the last of the checkpoints below was committed, by the key of their output directory.
     """
 
     step: int = 0
-    older_commit_at: float = 0.0
+    older_commits_at: Mapping[str, float] = field(default_factory=dict)
 
     def skipped(self, committed: Iterable[CommittedSave]) -> set[str]:
         """Return what `skipped` does of all announced checkpoints, those below the horizon included."""
         found = tuple(committed)
-        return skipped(found) | {one.save for one in found if not one.series and one.modified_at < self.older_commit_at}
+        below = self.older_commits_at
+        return skipped(found) | {
+            one.save for one in found if not one.series and one.modified_at < below.get(one.output_key, 0.0)
+        }
 
 
 def horizon_of(announced: Sequence[CommittedSave], settings: RetentionSettings) -> Horizon:
@@ -53,6 +56,7 @@ def horizon_of(announced: Sequence[CommittedSave], settings: RetentionSettings) 
     if len(steps) <= count or steps != sorted(steps, reverse=True):
         return Horizon()
     step = steps[count - 1]
+    lines = by_line(one for one in announced if one.step < step).items()
     return Horizon(
-        step=step, older_commit_at=max((one.modified_at for one in announced if one.step < step), default=0.0)
+        step=step, older_commits_at={key: max(one.modified_at for one in found) for (_, key), found in lines}
     )
