@@ -27,8 +27,9 @@ class Settings:
 
     `checkpoint_directory`: where this program saves. `run_directory`: where programs of the run save that name none.
 
-    `lazy`: nothing was restored before this program, and the agent brings what it asks for. `asynchronous`: whether
-    checkpoints are written while training continues; None if the environment leaves that to each framework's default.
+    `lazy`: nothing was restored before this program, and the agent brings what it asks for. `watched`: directories in
+    which the agent of the pod stores the program's files by itself. `asynchronous`: whether checkpoints are written
+    while training continues; None if the environment leaves that to each framework's default.
     """
 
     volume: Path
@@ -36,6 +37,7 @@ class Settings:
     run_directory: Path
     socket: Path | None
     lazy: bool = False
+    watched: tuple[Path, ...] = ()
     asynchronous: bool | None = None
     ranks: Ranks = field(default_factory=Ranks)
 
@@ -102,6 +104,7 @@ def read_settings(
         checkpoint_directory=checkpoint_directory,
         run_directory=default,
         lazy=environment.get(names.ENV_RESTORE) == names.LAZY,
+        watched=tuple(map(Path, filter(None, environment.get(names.ENV_WATCHED, "").split(":")))),
         asynchronous=asynchronous,
         socket=_absolute(socket) if socket else root / names.STATE_DIRECTORY / names.SOCKET,
     )

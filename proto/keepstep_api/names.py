@@ -32,10 +32,19 @@ ENV_AUTOLOAD: Final = "KEEPSTEP_AUTOLOAD"
 """0: autoload leaves this program alone."""
 ENV_AUTOLOAD_PROCESSES: Final = "KEEPSTEP_AUTOLOAD_PROCESSES"
 """File to which autoload appends the /proc/self/stat of each process that imports torch; set by `keepstep run`."""
+ENV_WATCHED: Final = "KEEPSTEP_WATCHED"
+"""Directories in which the agent of the pod stores the program's files, separated by colons."""
 ENV_START: Final = "KEEPSTEP_START"
 """Identifies one start of the program: set by `keepstep run`, or `container`, whose start it is then."""
 CONTAINER: Final = "container"
-OF_THE_TRAINER: Final = (ENV_RESUME, ENV_ASYNCHRONOUS_SAVES, ENV_AUTOLOAD, ENV_AUTOLOAD_PROCESSES, ENV_START)
+OF_THE_TRAINER: Final = (
+    ENV_RESUME,
+    ENV_ASYNCHRONOUS_SAVES,
+    ENV_AUTOLOAD,
+    ENV_AUTOLOAD_PROCESSES,
+    ENV_WATCHED,
+    ENV_START,
+)
 """Variables that are no settings of the agent."""
 LAZY: Final = "lazy"
 OFF: Final = "off"

@@ -4,7 +4,8 @@
 
 Each trains STEPS steps on data of its own in OUTPUT/NAME, and prints what it has learned. KILLED_AT=NAME:STEP has this
 process killed there, and STOPPED_AT=NAME:STEP told to end, once. WISH=last: it asks for its last checkpoint, as many
-scripts do. WISH=weights: its periodic checkpoints have the weights alone.
+scripts do. WISH=weights: its periodic checkpoints have the weights alone. WISH=nameless: its framework gets no output
+directory, and a path for each save.
 """
 
 import os
@@ -119,7 +120,7 @@ def accelerate(output: Path, name: str, stepped: Callable[[int], None]) -> Model
     from accelerate import Accelerator
     from accelerate.utils import ProjectConfiguration
 
-    project = ProjectConfiguration(project_dir=str(output / name), automatic_checkpoint_naming=True)
+    project = ProjectConfiguration(project_dir=str(output / name), automatic_checkpoint_naming=WISH != "nameless")
     accelerator = Accelerator(cpu=True, project_config=project)
     model = Model()
     loader: Any = torch.utils.data.DataLoader(Rows(name), batch_size=2)
@@ -130,7 +131,7 @@ def accelerate(output: Path, name: str, stepped: Callable[[int], None]) -> Model
         # Without a checkpoint, Accelerate itself raises.
         try:
             accelerator.load_state()
-        except FileNotFoundError:
+        except (FileNotFoundError, ValueError):
             print("nothing to load", flush=True)
     for batch in accelerator.skip_first_batches(loader, steps.done):
         if steps.done == STEPS:
@@ -141,7 +142,7 @@ def accelerate(output: Path, name: str, stepped: Callable[[int], None]) -> Model
         steps.done += 1
         stepped(steps.done)
         if steps.done % 2 == 0:
-            accelerator.save_state()
+            accelerator.save_state(str(output / name / f"step_{steps.done}") if WISH == "nameless" else None)
     accelerator.end_training()
     return model
 

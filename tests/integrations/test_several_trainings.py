@@ -195,6 +195,31 @@ def test_what_a_program_asks_for_by_itself_is_the_newest(
     assert "resuming from step 4: " not in second.stderr
 
 
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_second_training_that_names_no_directory_is_refused(processes: int, tmp_path: Path) -> None:
+    """Its `load_state()` would take the first one's checkpoint, whatever it trains."""
+    lives = Lives(tmp_path, "accelerate", "below")
+    (expected,) = lives.alone("one")
+    one, two = lives.command("one"), lives.command("two")
+    ended = lives.start(lives.command("one", "two") if processes == 1 else f"{one} && {two}", WISH="nameless")
+    assert ended.returncode == 1, ended.stderr
+    assert learned(ended.stdout) == [expected]
+    assert "another training of this run names no output directory either" in ended.stderr
+    assert "hint: give each training a directory of its own" in ended.stderr
+
+
+@pytest.mark.parametrize("launches", ["in a start", "in two"])
+def test_a_training_that_names_no_directory_goes_on_when_it_is_started_again(launches: str, tmp_path: Path) -> None:
+    lives = Lives(tmp_path, "accelerate", "below")
+    expected = lives.alone("one")
+    one = lives.command("one")
+    ended = lives.start(f"{one} || {one}" if launches == "in a start" else one, WISH="nameless", KILLED_AT="one:0:5")
+    if launches == "in two":
+        ended = lives.start(one, WISH="nameless")
+    assert learned(ended.stdout) == expected, lives.log
+    assert "keepstep: resuming from step 4: " in ended.stderr
+
+
 def test_two_stages_that_give_the_same_relative_directory_are_two(tmp_path: Path) -> None:
     """Each in a working directory of its own: they have one place in the volume, and the second one is refused it."""
     lives = Lives(tmp_path, "hugging_face", "outside")

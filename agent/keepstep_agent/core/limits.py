@@ -129,6 +129,7 @@ REQUEST_TEXTS: Final[Mapping[str, int]] = {
     "others": PATH_BYTES,
     "output": PATH_BYTES,
     "output_key": TEXT_CHARACTERS,
+    "unprotected_directory": PATH_BYTES,
     "reason": TEXT_CHARACTERS,
     "source": TEXT_CHARACTERS,
 }

@@ -52,7 +52,13 @@ class Channel:
         self._silent_until = 0.0
 
     def register(
-        self, *, holds_liveness_lock: bool, client: str, recovery_point_seconds: float, max_overhead: float
+        self,
+        *,
+        holds_liveness_lock: bool,
+        client: str,
+        recovery_point_seconds: float,
+        max_overhead: float,
+        unprotected_directory: str,
     ) -> agent_pb2.RegisterResponse:
         request = agent_pb2.RegisterRequest(
             local_rank=self._ranks.local_rank,
@@ -64,6 +70,7 @@ class Channel:
             api_version=names.API_VERSION,
             recovery_point_seconds=recovery_point_seconds,
             max_overhead=max_overhead,
+            unprotected_directory=unprotected_directory,
         )
         response: agent_pb2.RegisterResponse = self._call("Register", request)
         return response

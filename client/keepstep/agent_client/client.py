@@ -44,6 +44,7 @@ class Agent:
         self._look_at = 0.0
         self._objective = (0.0, 0.0)
         self._keeps_objective = False
+        self._unprotected_directory = ""
         self.newest_committed: tuple[int, str] | None = None
         """Step of the newest committed checkpoint, as the agent said when this process last registered."""
         self.terminating = False
@@ -67,6 +68,12 @@ class Agent:
             self._registered = False
             self._register()
         return self._keeps_objective and not self.unreachable
+
+    def tell_unprotected(self, directory: Path) -> None:
+        """Have the agent tell people that checkpoints in this directory are out of its sight."""
+        self._unprotected_directory = str(directory).encode(errors="replace").decode()
+        self._registered = False
+        self._register()
 
     def is_back(self) -> bool:
         """Return whether an agent that was unreachable answers again.
@@ -180,6 +187,7 @@ class Agent:
                 client=self._client,
                 recovery_point_seconds=recovery_point_seconds,
                 max_overhead=max_overhead,
+                unprotected_directory=self._unprotected_directory,
             )
             # An older agent does not know of it.
             self._keeps_objective = bool(welcome.recovery_point_seconds)

@@ -1,6 +1,7 @@
 """Links checkpoints between the volume and the directories outside that programs write to: no byte is copied."""
 
 import os
+import re
 import shutil
 from contextlib import suppress
 from pathlib import Path
@@ -9,10 +10,24 @@ from keepstep.checkpoints.staged_save import delete
 
 
 def may_link(folder: Path, volume: Path) -> bool:
-    """Whether files in `folder`, which may not exist yet, lie on the volume's filesystem."""
+    """Whether files in `folder`, which may not exist yet, can be linked into the volume. Raises OSError.
+
+    That needs one filesystem and one mount of it: containers often have two volumes of one disk.
+    """
     while not folder.exists():
         folder = folder.parent
-    return folder.stat().st_dev == volume.stat().st_dev
+    return folder.stat().st_dev == volume.stat().st_dev and _mount_of(folder) == _mount_of(volume)
+
+
+def _mount_of(folder: Path) -> str:
+    """Return the id of the mount that a folder lies in."""
+    above = [folder := folder.resolve(), *folder.parents]
+    found: dict[Path, str] = {}
+    for line in Path("/proc/self/mountinfo").read_text(errors="surrogateescape").splitlines():
+        number, _, _, _, point, *_ = line.split(" ")
+        # A later mount hides an earlier one at its place.
+        found[Path(re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), point))] = number
+    return next(found[one] for one in above if one in found)
 
 
 def link_tree(checkpoint: Path, to: Path) -> None:

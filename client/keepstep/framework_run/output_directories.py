@@ -4,21 +4,28 @@ One outside the volume has a folder of its own in the checkpoint directory, by i
 may have another working directory. What is written to it is linked there if both are of one filesystem, and stored.
 """
 
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 from keepstep.autoload.post_import import warn
 from keepstep.checkpoints.links import may_link
 from keepstep.checkpoints.local_checkpoints import directory_in
 from keepstep.settings import Settings
+from keepstep_api import names
 from keepstep_api.records import CHECKPOINT_DIRECTORY, directory_key
 
 
 class OutputDirectories:
-    """The output directories of one process. `linkable`: false once a link was refused."""
+    """The output directories of one process. `linkable`: false once a link was refused.
 
-    def __init__(self, settings: Settings) -> None:
+    `tell_unprotected` is called with each directory that nobody stores.
+    """
+
+    def __init__(self, settings: Settings, tell_unprotected: Callable[[Path], None]) -> None:
         self.linkable = True
         self._settings = settings
+        self._tell_unprotected = tell_unprotected
         self._outputs: dict[str, str] = {}
         """To which output directory belongs what is saved in a directory, if that is another one."""
         self._places: dict[Path, Path] = {}
@@ -61,17 +68,23 @@ class OutputDirectories:
         """Return whether what is written to `path` can be stored. Says once per directory if it lies elsewhere."""
         if self.holds(path):
             return True
-        links = may_link and self.links(path)
-        if path.absolute().parent not in self._told:
-            self._told.add(path.absolute().parent)
+        links, directory = may_link and self.links(path), path.absolute().parent
+        if directory not in self._told:
+            self._told.add(directory)
             if links:
                 place = self.in_volume(path.parent)
                 warn(f"checkpoints in {path.parent} are linked into {place}, and stored from there")
+            elif any(directory.is_relative_to(watched) for watched in self._settings.watched):
+                warn(f"what is in {path.parent} is stored file by file, what is saved just in time as a checkpoint")
             else:
+                hint = f"write checkpoints to {self._settings.checkpoint_directory}"
+                if os.environ.get(names.ENV_START) == names.CONTAINER:
+                    hint += f", or annotate the pod with {names.ANNOTATION_PREFIX}output: {directory}"
                 warn(
                     f"only what is saved just in time is stored: what is in {path.parent} cannot be linked into the "
-                    f"volume {self._settings.volume}; hint: write checkpoints to {self._settings.checkpoint_directory}"
+                    f"volume {self._settings.volume}; hint: {hint}"
                 )
+                self._tell_unprotected(directory)
         return links
 
     def links(self, path: Path) -> bool:

@@ -22,7 +22,7 @@ from keepstep.autoload.post_import import warn
 from keepstep.checkpoints.ended_trainings import ended_before
 from keepstep.checkpoints.links import break_links, link_tree, put_beside
 from keepstep.checkpoints.records import Kind, Record, read_records
-from keepstep.errors import KeepstepError
+from keepstep.errors import ErrorKind, KeepstepError, UsageError
 from keepstep.framework_run.after_save import BackgroundWrites, wait_until_quiet
 from keepstep.framework_run.output_directories import OutputDirectories
 from keepstep.gate import Action
@@ -75,7 +75,7 @@ class FrameworkRun:
         self._pending: PendingSave | None = None
         self._exit_asked = False
         self._given_up = False
-        self.directories: Final = OutputDirectories(self._session.settings)
+        self.directories: Final = OutputDirectories(self._session.settings, self._session.agent.tell_unprotected)
         self._writes = BackgroundWrites()
         self._writer = BackgroundWriter()
         self._copied_step = -1
@@ -138,6 +138,23 @@ class FrameworkRun:
             return context.coordinator.agree(f"first/{self._session.next_number()}", is_first)
 
         return self._unless_given_up(agree, otherwise=None) is not False
+
+    def require_only_training(self) -> None:
+        """Let a training without an output directory begin, which resumes from whatever the run has saved.
+
+        Raises UsageError if another program, or an earlier training of this process, has begun one in this start.
+        """
+        origins = self._origins(())
+        if not self._is_first_of(origins):
+            raise UsageError(
+                ErrorKind.BAD_ARGUMENT,
+                "another training of this run names no output directory either, and this one would resume from its "
+                "checkpoints",
+                hint="give each training a directory of its own, with automatic_checkpoint_naming, or a path to load",
+            )
+        FrameworkRun._trained |= set(origins)
+        # By its end it may have been killed.
+        self.ended()
 
     def ended(self, *outputs: str | Path) -> None:
         """Note that the training of these output directories has ended by itself: no other one resumes from it."""

@@ -67,6 +67,8 @@ class _Loop:
         # The optimizers that made the current step. When one of them steps again, the next step begins.
         self._stepped: set[int] = set()
         self._trained_in: list[bool] | None = None
+        self._is_only_training = False
+        """Whether it is the run's only training without a directory of its own, if it is one."""
         # Not the thread itself: programs pickle what refers to this.
         self._thread = threading.get_ident()
         """Id of the thread that trains."""
@@ -135,6 +137,9 @@ class _Loop:
         # After the first save or load, the program goes back to what it has saved itself.
         resumes = input_dir is None and self._place is None
         own = [self._automatic_directory] if self._project.automatic_checkpoint_naming else []
+        if run is not None and resumes and not own and not self._is_only_training:
+            run.require_only_training()
+            self._is_only_training = True
         newest = run.newest(*own) if run is not None and resumes else None
         result = self._load_state(input_dir if newest is None else str(newest), *arguments, **named)
         if run is not None:

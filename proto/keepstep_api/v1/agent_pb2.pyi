@@ -68,7 +68,7 @@ PHASE_SHED: Phase
 PHASE_FAILED: Phase
 
 class RegisterRequest(_message.Message):
-    __slots__ = ("local_rank", "rank", "world_size", "pid", "holds_liveness_lock", "client", "api_version", "recovery_point_seconds", "max_overhead")
+    __slots__ = ("local_rank", "rank", "world_size", "pid", "holds_liveness_lock", "client", "api_version", "recovery_point_seconds", "max_overhead", "unprotected_directory")
     LOCAL_RANK_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -78,6 +78,7 @@ class RegisterRequest(_message.Message):
     API_VERSION_FIELD_NUMBER: _ClassVar[int]
     RECOVERY_POINT_SECONDS_FIELD_NUMBER: _ClassVar[int]
     MAX_OVERHEAD_FIELD_NUMBER: _ClassVar[int]
+    UNPROTECTED_DIRECTORY_FIELD_NUMBER: _ClassVar[int]
     local_rank: int
     rank: int
     world_size: int
@@ -87,7 +88,8 @@ class RegisterRequest(_message.Message):
     api_version: int
     recovery_point_seconds: float
     max_overhead: float
-    def __init__(self, local_rank: _Optional[int] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., pid: _Optional[int] = ..., holds_liveness_lock: bool = ..., client: _Optional[str] = ..., api_version: _Optional[int] = ..., recovery_point_seconds: _Optional[float] = ..., max_overhead: _Optional[float] = ...) -> None: ...
+    unprotected_directory: str
+    def __init__(self, local_rank: _Optional[int] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., pid: _Optional[int] = ..., holds_liveness_lock: bool = ..., client: _Optional[str] = ..., api_version: _Optional[int] = ..., recovery_point_seconds: _Optional[float] = ..., max_overhead: _Optional[float] = ..., unprotected_directory: _Optional[str] = ...) -> None: ...
 
 class RegisterResponse(_message.Message):
     __slots__ = ("agent_version", "volume", "newest_committed", "terminating", "api_version", "recovery_point_seconds")

@@ -72,6 +72,8 @@ def _variables(
         {"name": names.ENV_GRPC_FORK_HANDLERS, "value": "0"},
         {"name": "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "value": str(shutdown_seconds)},
     ]
+    if injection.output:
+        entries.append({"name": names.ENV_WATCHED, "value": ":".join(injection.output)})
     if injection.asynchronous_saves is not None:
         value = "true" if injection.asynchronous_saves else "false"
         entries.append({"name": names.ENV_ASYNCHRONOUS_SAVES, "value": value})

@@ -8,7 +8,7 @@ the socket of a killed agent.
 import asyncio
 import secrets
 import stat
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
@@ -54,8 +54,11 @@ class AgentService(agent_pb2_grpc.AgentServicer):
         fetches: Fetches,
         live_ranks: LiveRanks,
         monitors: Monitors,
+        tell_unprotected: Callable[[str], None] = lambda directory: None,
     ) -> None:
+        """`tell_unprotected` is called with a directory whose checkpoints are out of the agent's sight."""
         self._engine = engine
+        self._tell_unprotected = tell_unprotected
         self._clock = clock
         self._announcements = announcements
         self._fetches = fetches
@@ -89,6 +92,8 @@ class AgentService(agent_pb2_grpc.AgentServicer):
                 agent_api=API_VERSION,
                 hint="what both support works; update the older one, see docs/compatibility.md",
             )
+        if request.unprotected_directory:
+            self._tell_unprotected(printable(request.unprotected_directory))
         await self._monitors.look_at_ranks()
         state = self._engine.state
         newest, objective = state.newest_committed, state.save_requests.objective(state.settings.objective)

@@ -22,9 +22,11 @@ from keepstep_agent.core.model import Kind
 from keepstep_agent.core.settings.values import ClusterSettings
 from keepstep_agent.ports import Clock, Cluster, EventType, PodEvent
 from keepstep_agent.runtime.work.fetches import FetchProgress
-from keepstep_api.names import ANNOTATION_LAST_COMMITTED
+from keepstep_api.names import ANNOTATION_LAST_COMMITTED, ANNOTATION_PREFIX
 
 _QUEUE_LIMIT: Final = 32
+_MOST_UNPROTECTED: Final = 4
+"""A program that names a new directory at each save would push out all other news."""
 _BETWEEN_ANNOTATIONS_SECONDS: Final = 30.0
 _BETWEEN_STORAGE_ERRORS_SECONDS: Final = 300.0
 _BETWEEN_RESTORES_SECONDS: Final = 60.0
@@ -62,6 +64,7 @@ class KubernetesEvents:
         self._annotate_at = 0.0
         self._storage_error_at = float("-inf")
         self._stuck = False
+        self._unprotected: set[str] = set()
         self._forbidden: set[str] = set()
         self._last_problem = ""
         self._news = asyncio.Event()
@@ -93,6 +96,18 @@ class KubernetesEvents:
                     self._note(EventType.WARNING, "TrainerStuck", text, event.at)
             case _:
                 pass
+
+    def tell_unprotected(self, directory: str) -> None:
+        """Say, once, that the program's checkpoints in this directory are out of the agent's sight."""
+        if directory in self._unprotected or len(self._unprotected) >= _MOST_UNPROTECTED:
+            return
+        self._unprotected.add(directory)
+        text = (
+            f"what the program saves in {directory} is not stored, unless just in time: no volume of the agent has it"
+        )
+        hint = f"annotate the pod with {ANNOTATION_PREFIX}output: {directory}"
+        log.warning("trainer.output_not_stored", directory=directory, hint=hint)
+        self._note(EventType.WARNING, "OutputNotStored", f"{text}; {hint}", self._clock.now())
 
     async def tell(self) -> None:
         """Send the news, one call at a time, until cancelled."""
