@@ -33,9 +33,11 @@ class ObjectShelf:
         return copy.deepcopy(found)
 
     def selected(self, resource: str, *, label: str = "", field: str = "") -> list[Document]:
-        """Objects with the one label that `label` names, as `key=value`, or with the name in `field`."""
+        """Objects with the one label that `label` names, as `key=value`, or with the name in `field`; all without."""
         found = [one["metadata"] for (kind, _), one in self._objects.items() if kind == resource]
-        if field:
+        if not field and not label:
+            chosen = found
+        elif field:
             chosen = [one for one in found if f"metadata.name={one['name']}" == field]
         else:
             key, _, value = label.partition("=")

@@ -105,3 +105,17 @@ def test_an_api_server_in_trouble_holds_up_neither_commits_nor_the_end(
     agent.terminate()
     assert agent.wait(HANG_SECONDS) == 0
     assert len(agent.log("checkpoint.committed")) == 3
+
+
+def test_a_trainer_that_saves_where_the_agent_cannot_look_is_an_event(
+    agent: AgentProcess, server: FakeApiServer
+) -> None:
+    for _ in range(2):
+        with agent.stub() as stub:
+            stub.Register(agent_pb2.RegisterRequest(unprotected_directory="/work/out"), timeout=HANG_SECONDS)
+    wait_until(lambda: bool(server.shelf.selected("events")), HANG_SECONDS, "the event is there")
+    agent.terminate()
+    assert agent.wait(HANG_SECONDS) == 0
+    (event,) = server.shelf.selected("events")
+    assert (event["reason"], event["type"]) == ("OutputNotStored", "Warning")
+    assert "keepstep.dev/output: /work/out" in event["message"]

@@ -224,3 +224,14 @@ async def test_a_trainer_that_is_stuck_is_one_event_until_it_goes_on(pod: Pod) -
         await until(lambda: len(pod.cluster.events) == 2)
     assert pod.reasons() == ["TrainerStuck", "TrainerStuck"]
     assert pod.cluster.events[0].message == "no step for 70 s, the last was step 7"
+
+
+async def test_each_directory_that_nobody_stores_is_one_event_that_names_the_annotation(pod: Pod) -> None:
+    news = pod.news()
+    async with telling(news):
+        for number in (0, 0, 1, 2, 3, 4, 5):
+            news.tell_unprotected(f"/work/out-{number}")
+        await until(lambda: len(pod.cluster.events) == 4)
+    # A program that names a new one at each save pushes out no other news.
+    assert pod.reasons() == ["OutputNotStored"] * 4
+    assert pod.cluster.events[0].message.endswith("annotate the pod with keepstep.dev/output: /work/out-0")

@@ -159,17 +159,28 @@ def test_on_another_filesystem_the_last_step_is_stored_all_the_same(
     volume: Path,
     other_filesystem: Path,
     capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
     undisturbed: Callable[..., Any],
 ) -> None:
+    monkeypatch.setenv("KEEPSTEP_START", "container")
     stop(make(other_filesystem / "out", At("on_save", 8, terminate), save_total_limit=1))
     assert announced(agent) == [(8, JUST_IN_TIME)]
     assert not agent.requests("BeginSave"), "an agent keeps no room for what it does not get"
     assert [path.name for path in (other_filesystem / "out").glob("checkpoint-*")] == ["checkpoint-8"]
     assert [path.name for path in (volume / "checkpoints").glob("out-*/*")] == ["checkpoint-8"]
-    assert capfd.readouterr().err.count("only what is saved just in time is stored") == 1
+    said = capfd.readouterr().err
+    assert said.count("only what is saved just in time is stored") == 1
+    assert f"annotate the pod with keepstep.dev/output: {other_filesystem / 'out'}" in said
+    told = {one.unprotected_directory for one in agent.requests("Register")}
+    assert told == {"", str(other_filesystem / "out")}
 
     shutil.rmtree(other_filesystem / "out")
+    # The agent of a pod with that annotation stores the files by itself.
+    monkeypatch.setenv("KEEPSTEP_WATCHED", f"/elsewhere:{other_filesystem}")
     resumed = train(make(other_filesystem / "out"))
     assert logged(resumed) == logged(undisturbed())
     assert weights(resumed) == weights(undisturbed())
     assert announced(agent)[1:] == [(12, FINAL)]
+    said = capfd.readouterr().err
+    assert "is stored file by file" in said
+    assert "annotate the pod" not in said

@@ -204,8 +204,9 @@ class ClusterSettings:
     cluster_events: Annotated[
         bool,
         "Report to Kubernetes: Events on the pod (saved just in time, lost, storage errors, long restores, stuck "
-        "trainers), and the newest committed checkpoint in its annotation keepstep.dev/last-committed. The pod's "
-        "service account needs permission to create events and to patch pods; the agent skips what is forbidden.",
+        "trainers, output that is not stored), and the newest committed checkpoint in its annotation "
+        "keepstep.dev/last-committed. The pod's service account needs permission to create events and to patch pods; "
+        "the agent skips what is forbidden.",
     ] = False
     priority_boost: Annotated[
         int,
