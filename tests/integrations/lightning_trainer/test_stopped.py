@@ -1,6 +1,6 @@
 """Stopped at any moment, Lightning's Trainer goes on where it was. Several ranks: tests/trainers."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,12 @@ from tests.integrations.lightning_trainer.training import (
     steps,
     stop,
     terminate,
+    torch,
     weights,
 )
+from tests.lanes import nightly
+
+from keepstep import protect
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # theirs
 
@@ -90,6 +94,62 @@ def test_stopped_at_any_moment_it_resumes_there_and_nothing_differs(
     assert not says_what_differs
     expected = undisturbed(**arguments)
     assert stopped.computed + resumed.computed == expected.computed
+    assert weights(resumed) == weights(expected)
+
+
+def fail() -> None:
+    raise RuntimeError("fails at that step")
+
+
+class Stream(torch.utils.data.IterableDataset):  # type: ignore[misc]
+    """Without a length, and in an order of its own in each epoch."""
+
+    def __init__(self, data: Any) -> None:
+        self._data = data
+
+    def __iter__(self) -> Iterator[Any]:
+        worker = torch.utils.data.get_worker_info()
+        first, every = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        order = torch.randperm(len(self._data), generator=torch.Generator().manual_seed(3)).tolist()
+        return iter([self._data[index] for index in order[first::every]])
+
+
+PLAIN: dict[str, Callable[[Any], Any]] = {
+    "in order": lambda data: torch.utils.data.DataLoader(data, batch_size=8),
+    "shuffled": lambda data: torch.utils.data.DataLoader(data, batch_size=8, shuffle=True),
+    "by workers": lambda data: torch.utils.data.DataLoader(data, batch_size=8, shuffle=True, num_workers=2),
+    "by workers that stay": lambda data: torch.utils.data.DataLoader(
+        data, batch_size=8, shuffle=True, num_workers=2, persistent_workers=True
+    ),
+    "by a generator": lambda data: torch.utils.data.DataLoader(
+        data, batch_size=8, shuffle=True, generator=torch.Generator().manual_seed(5)
+    ),
+    "a stream": lambda data: torch.utils.data.DataLoader(Stream(data), batch_size=8),
+    "a stream by workers": lambda data: torch.utils.data.DataLoader(Stream(data), batch_size=8, num_workers=2),
+}
+
+
+@pytest.mark.parametrize("end", ["stopped", *nightly("failed")])
+@pytest.mark.parametrize("step", [EPOCH, 2 * EPOCH + 3, *nightly(7, 13)])
+@pytest.mark.parametrize("order", PLAIN)
+def test_a_loader_without_a_state_goes_on_with_the_data_that_are_left(
+    order: str, step: int, end: str, agent: AgentServer, volume: Path, tmp_path: Path
+) -> None:
+    arguments = {"max_steps": STEPS + 2}
+    alone = make(tmp_path / "undisturbed", **arguments)
+    expected = Model()
+    fit_unfinished(alone, expected, loader=PLAIN[order])
+    if end == "stopped":
+        made = make(volume / "checkpoints", At("on_train_batch_end", step, terminate), **arguments)
+        computed = stop(made, loader=PLAIN[order]).computed
+    else:
+        made, model = make(volume / "checkpoints", At("on_train_batch_end", step, fail), **arguments), Model()
+        with pytest.raises(RuntimeError, match="fails at that step"):
+            fit_unfinished(protect(made), model, loader=PLAIN[order])
+        computed = [one for one in model.computed if one[2 if one[0] == "train" else -1] < step // 4 * 4]
+    resumed = fit(make(volume / "checkpoints", **arguments), loader=PLAIN[order])
+    losses = [one[:4] for one in (*computed, *resumed.computed) if one[0] == "train"]
+    assert losses == [one[:4] for one in expected.computed if one[0] == "train"]
     assert weights(resumed) == weights(expected)
 
 

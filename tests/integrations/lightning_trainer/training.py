@@ -122,14 +122,18 @@ def fit(trainer: Any, *, plateau: bool = False, **arguments: Any) -> Model:
     return model
 
 
-def fit_unfinished(trainer: Any, model: Model, **arguments: Any) -> None:
+def stateful(data: Any) -> Any:
+    sampler = torch.utils.data.DistributedSampler(data, num_replicas=1, rank=0)
+    return torchdata.StatefulDataLoader(data, batch_size=8, sampler=sampler)
+
+
+def fit_unfinished(trainer: Any, model: Model, *, loader: Callable[[Any], Any] = stateful, **arguments: Any) -> None:
     """Raises what the training ends with."""
     features = torch.randn(8 * EPOCH, 8, generator=torch.Generator().manual_seed(1))
     data = torch.utils.data.TensorDataset(features, features.square().sum(dim=1, keepdim=True))
-    sampler = torch.utils.data.DistributedSampler(data, num_replicas=1, rank=0)
     trainer.fit(
         model,
-        torchdata.StatefulDataLoader(data, batch_size=8, sampler=sampler),
+        loader(data),
         torchdata.StatefulDataLoader(data, batch_size=8),
         **arguments,
     )

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final
 
+from keepstep import random_generators
 from keepstep.asynchronous_saves.save_functions import hand_in, opened
 from keepstep.checkpoints.records import Kind
 from keepstep.framework_run import FrameworkRun
@@ -114,6 +115,37 @@ def _decode(text: str) -> dict[str, Any]:
 
     state: dict[str, Any] = torch.load(io.BytesIO(base64.b64decode(text)), map_location="cpu", weights_only=True)
     return state
+
+
+def capture_random_states(trainer: Any) -> dict[str, Any]:
+    """Return the states of the global random generators, and of the training loaders' own."""
+    return random_generators.capture() | {"loaders": [one.get_state() for one in _loader_generators(trainer)]}
+
+
+def restore_random_states(trainer: Any, states: dict[str, Any]) -> None:
+    random_generators.restore(states)
+    for generator, state in zip(_loader_generators(trainer), states.get("loaders", ()), strict=False):
+        generator.set_state(state.cpu())
+
+
+def begin_workers(trainer: Any) -> None:
+    """Make the first iterators of loaders whose workers stay: they draw a seed, and those of later epochs do not."""
+    if trainer.current_epoch:
+        for loader in trainer.fit_loop._combined_loader.flattened:
+            if getattr(loader, "persistent_workers", False) and not hasattr(loader, "load_state_dict"):
+                iter(loader)
+
+
+def _loader_generators(trainer: Any) -> list[Any]:
+    """Return the generators of the program's own that its training loaders and their samplers have, each once."""
+    found = []
+    combined = trainer.fit_loop._combined_loader
+    # In the sanity check there are none yet.
+    for loader in () if combined is None else combined.flattened:
+        batches = getattr(loader, "batch_sampler", None)
+        owners = (loader, getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None))
+        found += [getattr(owner, "generator", None) for owner in owners]
+    return list({id(one): one for one in found if hasattr(one, "get_state")}.values())
 
 
 def skip_batches(trainer: Any) -> None:

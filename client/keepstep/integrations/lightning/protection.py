@@ -14,7 +14,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
-from keepstep import random_generators
 from keepstep.autoload.post_import import reason, warn
 from keepstep.errors import KeepstepError
 from keepstep.framework_run import FrameworkRun
@@ -128,12 +127,12 @@ class Protection:
             # The loaders' iterators exist, and making them has drawn from the generators.
             if self._resumes:
                 contents.skip_batches(trainer)
-            random_generators.restore(self._random_states)
+            contents.restore_random_states(trainer, self._random_states)
 
     def on_train_epoch_start(self, trainer: Any, *_: Any) -> None:
         self._leave_in_time()
         if trainer.current_epoch:
-            self._at_epoch = random_generators.capture()
+            self._at_epoch = contents.capture_random_states(trainer)
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         self._leave_in_time()
@@ -165,7 +164,7 @@ class Protection:
             return
         contents.owe_what_follows(trainer, checkpoint)
         # A validation that is under way will run again from its start.
-        own = self._before_validation if contents.is_validating(trainer) else random_generators.capture()
+        own = self._before_validation if contents.is_validating(trainer) else contents.capture_random_states(trainer)
         contents.keep_random_states(trainer, self._run, checkpoint, {"now": own, "at_epoch": self._at_epoch})
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
@@ -241,15 +240,16 @@ class Protection:
     def _load_loaders(self, trainer: Any, load: Callable[[], None]) -> None:
         if self._random_states is not None and self._resumes and not self._training:
             # The epoch that is resumed has its data in the order that it began with.
-            random_generators.restore(self._at_epoch)
+            contents.begin_workers(trainer)
+            contents.restore_random_states(trainer, self._at_epoch)
         elif not trainer.current_epoch:
-            self._at_epoch = random_generators.capture()
+            self._at_epoch = contents.capture_random_states(trainer)
         load()
         # Lightning does this only after the first iterator is made, which is too late.
         contents.tell_samplers_epoch(trainer)
 
     def _validate(self, trainer: Any, run: Callable[[], Any]) -> Any:
-        self._before_validation = random_generators.capture()
+        self._before_validation = contents.capture_random_states(trainer)
         if self._training and self._run is not None and owns(Owner.TRAINER):
             # Ranks that validate different numbers of batches would ask at different positions.
             trainer.fit_loop.epoch_loop.val_loop.setup_data()
