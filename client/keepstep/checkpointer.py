@@ -20,10 +20,10 @@ from typing import Final
 from keepstep.asynchronous_saves.background_writer import BackgroundWriter
 from keepstep.asynchronous_saves.save_functions import handing_in
 from keepstep.checkpoint_writer import CheckpointWriter, SaveBlock, checked_units
-from keepstep.checkpoints.ended_trainings import ended_before
 from keepstep.checkpoints.local_checkpoints import directory_in
 from keepstep.checkpoints.rank_files import file_of_a_rank
 from keepstep.checkpoints.records import Kind, Record
+from keepstep.checkpoints.trainings import is_taken
 from keepstep.errors import ErrorKind, UsageError, VolumeError, final_checkpoint_lost
 from keepstep.gate import Action
 from keepstep.integrations.ownership import Owner, claim
@@ -153,13 +153,15 @@ class Checkpointer:
     def _refuse_second_program(self) -> None:
         settings, context = self._session.settings, self._session.context()
         own, place = _own_directory(settings), settings.checkpoint_directory
-        is_first = not context.leads_pod or not ended_before(settings.records_directory, own, place)
+        is_first = not context.leads_pod or not is_taken(settings.records_directory, own, place)
         if context.coordinator.agree(f"first/{self._session.next_number()}", is_first) is False:
             raise UsageError(
                 ErrorKind.BAD_ARGUMENT,
-                f"another training of this run has ended in {place}, and this one would resume from its checkpoints",
+                f"another training of this run saves in {place}, or has ended there: this one would resume from its "
+                "checkpoints",
                 hint="give each program of a run a name: Checkpointer(name=…)",
             )
+        self._session.note_training({own: place}, ended=False)
 
     def _resume_from(self, newest: Record) -> Path:
         self._schedule.saved(newest.step, time.monotonic())
@@ -312,7 +314,7 @@ class Checkpointer:
         if self._session.stopping:
             self._session.leave()
         settings = self._session.settings
-        self._session.note_end({_own_directory(settings): settings.checkpoint_directory})
+        self._session.note_training({_own_directory(settings): settings.checkpoint_directory}, ended=True)
         self._session.close()
 
     def close(self) -> None:

@@ -23,8 +23,8 @@ from keepstep.agent_client.client import Agent
 from keepstep.agent_client.liveness import claimed, hold_liveness_lock
 from keepstep.agent_client.step_file import StepFile
 from keepstep.asynchronous_saves.background_writer import BackgroundWriter
-from keepstep.checkpoints.ended_trainings import note_end
 from keepstep.checkpoints.records import Kind, Record, write_record
+from keepstep.checkpoints.trainings import note_training
 from keepstep.errors import ErrorKind, VolumeError
 from keepstep.gate import Action
 from keepstep.gate.sigterm import Sigterm
@@ -283,15 +283,18 @@ class Session:
             # No other save follows a just-in-time or a final one.
             return self._announce(record, path, urgent=record.kind is not Kind.PERIODIC)
 
-    def note_end(self, origins: Mapping[str, Path]) -> None:
-        """Note that the training of these output directories has ended by itself: by recorded name, where they are."""
+    def note_training(self, origins: Mapping[str, Path], *, ended: bool) -> None:
+        """Note that a training of these output directories begins, or has ended by itself.
+
+        `origins`: where they are, by recorded name.
+        """
         context = self._context
         if context is not None and context.leads_pod:
             try:
                 for output, origin in origins.items():
-                    note_end(context.local.records, output, origin)
+                    note_training(context.local.records, output, origin, ended=ended)
             except OSError as error:
-                _log.warning("the end of the training is not noted: error=%s", error)
+                _log.warning("the training is not noted: error=%s", error)
 
     def announce_missed(self) -> None:
         """Announce the newest checkpoint again, if its announcement failed."""

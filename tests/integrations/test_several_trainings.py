@@ -229,4 +229,4 @@ def test_two_stages_that_give_the_same_relative_directory_are_two(tmp_path: Path
     assert ended.returncode == 0, ended.stderr
     assert learned(ended.stdout) == [*expected, *expected]
     assert resumed(ended.stderr) == []
-    assert "keepstep: this training is not protected: another one has ended in its output directory" in ended.stderr
+    assert "keepstep: this training is not protected: another one saves in its output directory" in ended.stderr

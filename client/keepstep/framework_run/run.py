@@ -19,9 +19,9 @@ from typing import Any, ClassVar, Final, NoReturn, TypeVar
 from keepstep.asynchronous_saves.background_writer import BackgroundSave, BackgroundWriter
 from keepstep.asynchronous_saves.save_functions import handing_in
 from keepstep.autoload.post_import import warn
-from keepstep.checkpoints.ended_trainings import ended_before
 from keepstep.checkpoints.links import break_links, link_tree, put_beside
 from keepstep.checkpoints.records import Kind, Record, read_records
+from keepstep.checkpoints.trainings import is_taken
 from keepstep.errors import ErrorKind, KeepstepError, UsageError
 from keepstep.framework_run.after_save import BackgroundWrites, wait_until_quiet
 from keepstep.framework_run.output_directories import OutputDirectories
@@ -119,13 +119,14 @@ class FrameworkRun:
         run = cls.current()
         origins = run._origins(outputs)
         if run._is_first_of(origins):
+            run._session.note_training(origins, ended=False)
             cls._in_training = True
             cls._trained |= set(origins)
             return run
         run.close()
         warn(
-            "this training is not protected: another one has ended in its output directory, and the checkpoints there "
-            "are that one's; hint: give each training an output directory of its own"
+            "this training is not protected: another one saves in its output directory, or has ended there, and the "
+            "checkpoints there are that one's; hint: give each training an output directory of its own"
         )
         return None
 
@@ -134,7 +135,7 @@ class FrameworkRun:
             context, own = self._session.context(), set(origins)
             is_first = own.isdisjoint(FrameworkRun._trained)
             if context.leads_pod:
-                is_first &= not any(ended_before(context.local.records, one, origin) for one, origin in origins.items())
+                is_first &= not any(is_taken(context.local.records, one, origin) for one, origin in origins.items())
             return context.coordinator.agree(f"first/{self._session.next_number()}", is_first)
 
         return self._unless_given_up(agree, otherwise=None) is not False
@@ -158,7 +159,7 @@ class FrameworkRun:
 
     def ended(self, *outputs: str | Path) -> None:
         """Note that the training of these output directories has ended by itself: no other one resumes from it."""
-        self._session.note_end(self._origins(outputs))
+        self._session.note_training(self._origins(outputs), ended=True)
 
     def _origins(self, outputs: Sequence[str | Path]) -> Mapping[str, Path]:
         """Return where these output directories are, by what records call them."""

@@ -1,8 +1,8 @@
-"""Which trainings have ended in this start of the run: the next program must not take their results for its own.
+"""Which training an output directory has in this start of the run: no other one may take its results for its own.
 
-A start is one `keepstep run`, or one life of a container. `<volume>/.keepstep/records/<key>.ended` says, for an output
-directory, in which start which program ended its training there. The same program may come again: its launcher has
-started it anew, and it resumes where it was.
+A start is one `keepstep run`, or one life of a container. `<volume>/.keepstep/records/<key>.training` says in which
+start which program trains there, or has ended its training. The same program may come again: its launcher has started
+it anew, and it resumes where it was. So may any program if the training was killed.
 """
 
 import os
@@ -15,28 +15,41 @@ from keepstep.checkpoints.durable import write_durably
 from keepstep_api import names
 from keepstep_api.records import directory_key
 
-_SUFFIX: Final = ".ended"
+_SUFFIX: Final = ".training"
+_TRAINS, _ENDED = "trains", "ended"
 
 
-def note_end(records: Path, output: str, origin: Path) -> None:
-    """Note that this program has ended its training of an output directory. Raises OSError.
+def note_training(records: Path, output: str, origin: Path, *, ended: bool) -> None:
+    """Note that this program trains in an output directory, or has ended its training there. Raises OSError.
 
     `output`: as records call it. `origin`: where it is. Two directories outside the volume may have one place in it.
     """
     start = _start()
     if start:
         records.mkdir(parents=True, exist_ok=True)
-        said = (start, _program(), _process(os.getpid()), _digest(origin.absolute()))
+        said = (start, _program(), _process(os.getpid()), _digest(origin.absolute()), _ENDED if ended else _TRAINS)
         write_durably(_path(records, output), "\n".join(said).encode())
 
 
-def ended_before(records: Path, output: str, origin: Path) -> bool:
-    """Whether another program, or an earlier training of this process, has ended its training there in this start."""
+def is_taken(records: Path, output: str, origin: Path) -> bool:
+    """Whether another program trains there, or it or an earlier training of this process has ended there."""
     try:
-        start, program, process, place = _path(records, output).read_text().split("\n")
-        is_other = program != _program() or process == _process(os.getpid()) or place != _digest(origin.absolute())
-        return start == _start() and is_other
+        start, program, process, place, state = _path(records, output).read_text().split("\n")
+        if start != _start():
+            return False
+        is_other, is_own = (
+            program != _program() or place != _digest(origin.absolute()),
+            process == _process(os.getpid()),
+        )
+        return is_other or is_own if state == _ENDED else is_other and not is_own and _lives(process)
     except (OSError, ValueError):
+        return False
+
+
+def _lives(process: str) -> bool:
+    try:
+        return _process(int(process.partition("-")[0])) == process
+    except OSError:
         return False
 
 
