@@ -143,7 +143,34 @@ def accelerate(output: Path, name: str, stepped: Callable[[int], None]) -> Model
         stepped(steps.done)
         if steps.done % 2 == 0:
             accelerator.save_state(str(output / name / f"step_{steps.done}") if WISH == "nameless" else None)
-    accelerator.end_training()
+    if "RANK" not in os.environ:
+        # It ends the process group, which the next training needs.
+        accelerator.end_training()
+    return model
+
+
+def deepspeed(output: Path, name: str, stepped: Callable[[int], None]) -> Model:
+    import deepspeed as library
+
+    # Without it DeepSpeed would compile for a minute.
+    library.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    model, data = Model(), Rows(name)
+    settings = {
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_optimization": {"stage": 1},
+        "zero_allow_untested_optimizer": True,
+    }
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    engine, *_ = library.initialize(model=model, optimizer=optimizer, config=settings)
+    engine.load_checkpoint(str(output / name))
+    while (step := engine.global_steps) < STEPS:
+        rows = [data[2 * step], data[2 * step + 1]]
+        batch = {key: torch.stack([row[key] for row in rows]) for key in ("x", "labels")}
+        engine.backward(engine(**batch)["loss"])
+        engine.step()
+        stepped(engine.global_steps)
+        if engine.global_steps % 2 == 0:
+            engine.save_checkpoint(str(output / name))
     return model
 
 

@@ -27,7 +27,7 @@ class Lives:
         # Short names: a socket lies below them.
         self.output = {"inside": self._volume / "checkpoints", "below": self._volume / "o", "outside": Path("o")}[place]
         launcher: Sequence[str] = (sys.executable,)
-        if ranks > 1:
+        if ranks > 1 or framework == "deepspeed":
             launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}")
         self._words = (*launcher, str(program), framework)
         self.log = ""
@@ -75,7 +75,7 @@ def learned(output: str) -> Sequence[str]:
 FRAMEWORKS = ["hugging_face", "lightning", "accelerate"]
 
 
-@pytest.mark.parametrize("framework", [*FRAMEWORKS, "checkpointer"])
+@pytest.mark.parametrize("framework", [*FRAMEWORKS, "checkpointer", *nightly("deepspeed")])
 @pytest.mark.parametrize("ending", ["KILLED_AT", *nightly("STOPPED_AT")])
 @pytest.mark.parametrize(
     ("stage", "disk"),
@@ -91,7 +91,7 @@ def test_each_training_of_a_process_goes_on_where_it_was(
     lives = Lives(tmp_path, framework, "inside")
     expected = lives.alone("one", "two")
     first = lives.start(lives.command("one", "two"), **{ending: stage})
-    assert first.returncode in (137, 143), first.stderr
+    assert first.returncode != 0, first.stderr
     if disk == "lost":
         lives.lose_the_disk()
     second = lives.start(lives.command("one", "two"))
@@ -100,7 +100,9 @@ def test_each_training_of_a_process_goes_on_where_it_was(
     assert f"/{stage.partition(':')[0]}/" in resumed(second.stderr)[-1 if stage.startswith("two") else 0]
 
 
-@pytest.mark.parametrize("framework", ["hugging_face", "checkpointer", *nightly("lightning", "accelerate")])
+@pytest.mark.parametrize(
+    "framework", ["hugging_face", "checkpointer", *nightly("lightning", "accelerate", "deepspeed")]
+)
 def test_each_process_of_a_run_has_a_training_of_its_own(framework: str, tmp_path: Path) -> None:
     """A sweep of three programs, killed in the second one. Where they save does not exist on the new machine."""
     lives = Lives(tmp_path, framework, "below")
@@ -115,7 +117,7 @@ def test_each_process_of_a_run_has_a_training_of_its_own(framework: str, tmp_pat
     assert [line.split("/")[-3 if framework == "accelerate" else -2] for line in resumed(second.stderr)] == ["a", "b"]
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("framework", [*FRAMEWORKS, *nightly("deepspeed")])
 @pytest.mark.parametrize("disk", ["lost", *nightly("kept")])
 def test_outside_the_volume_each_has_a_place_in_it(framework: str, disk: str, tmp_path: Path) -> None:
     lives = Lives(tmp_path, framework, "outside")
@@ -150,7 +152,7 @@ def test_a_second_training_in_one_directory_ends_as_it_does_alone(
     assert learned(second.stdout) == expected, lives.log
 
 
-@pytest.mark.parametrize("framework", ["hugging_face", "lightning"])
+@pytest.mark.parametrize("framework", ["hugging_face", "lightning", *nightly("accelerate", "deepspeed")])
 @pytest.mark.parametrize(
     ("ending", "disk", "place"),
     [
@@ -164,7 +166,8 @@ def test_two_ranks_go_on_in_each_of_their_trainings(
 ) -> None:
     lives = Lives(tmp_path, framework, place, ranks=2)
     expected = lives.alone("one", "two")
-    first = lives.start(lives.command("one", "two"), **{ending: "two:1:5"})
+    # Both ranks stop after a step that they agree on, which may be the next.
+    first = lives.start(lives.command("one", "two"), **{ending: "two:1:3"})
     assert first.returncode != 0, first.stderr
     if disk == "lost":
         lives.lose_the_disk()
