@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from tests.integrations.test_several_trainings import Lives
+from tests.integrations.lives import Lives
 from tests.lanes import nightly
 
 PROGRAM = Path(__file__).with_name("best_model.py")

@@ -31,16 +31,19 @@ def _mount_of(folder: Path) -> str:
 
 
 def link_tree(checkpoint: Path, to: Path) -> None:
-    """Link a file, or all files of a folder, to another name. Raises OSError."""
+    """Link a file, or a folder with its files and its relative links to folders, to another name. Raises OSError."""
     if not checkpoint.is_dir():
         to.parent.mkdir(parents=True, exist_ok=True)
         os.link(checkpoint, to)
         return
-    for parent, _, names in os.walk(checkpoint):
+    for parent, folders, names in os.walk(checkpoint):
         folder = to / Path(parent).relative_to(checkpoint)
         folder.mkdir(parents=True, exist_ok=True)
         for name in names:
             os.link(Path(parent, name), folder / name)
+        for name in folders:
+            if Path(parent, name).is_symlink() and not (target := Path(parent, name).readlink()).is_absolute():
+                (folder / name).symlink_to(target)
 
 
 def put_beside(checkpoint: Path, to: Path) -> None:
