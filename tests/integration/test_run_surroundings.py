@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 from tests.harness.agent_process import wait_until
 from tests.harness.bounds import HANG_SECONDS
 from tests.harness.bucket_view import BucketView
@@ -62,16 +63,24 @@ def runs(pid: int) -> bool:
         return False
 
 
+@pytest.mark.parametrize("lives_before", [0, 1])
 def test_a_runner_that_was_killed_leaves_no_training_behind_and_no_step_unsaved(
-    rclone_bucket: Bucket, tmp_path: Path
+    lives_before: int, rclone_bucket: Bucket, tmp_path: Path
 ) -> None:
     options: dict[str, Any] = {"endpoint_url": rclone_bucket.endpoint_url, "grace_seconds": 600}
+    for _ in range(lives_before):
+        # Its just-in-time save is not that of the next life.
+        with RunProcess(tmp_path / "volume", rclone_bucket.destination, **options) as run:
+            run.wait_steps(3)
+            run.signal(signal.SIGTERM)
+            assert run.wait() == JUST_IN_TIME, run.output()
     with RunProcess(tmp_path / "volume", rclone_bucket.destination, **options) as run:
         run.wait_steps(3)
         children = list(run.children())
         run.process.kill()
         wait_until(lambda: not any(map(runs, children)), HANG_SECONDS, "its children end")
-    assert BucketView(rclone_bucket).steps() == [run.steps()[-1][0]]
+    steps = BucketView(rclone_bucket).steps()
+    assert (len(steps), steps[-1]) == (lives_before + 1, run.steps()[-1][0])
 
 
 def test_a_run_under_nohup_outlives_its_terminal(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from tests.simulation.agent_model import AgentModel
 from tests.simulation.scenario import STORM_SECONDS, PlannedAnnouncement, draw, journal_outages
 from tests.simulation.store_model import StoreModel, ViolationError
 
+from keepstep_agent.core.agent import drain
 from keepstep_agent.core.agent.checkpoint import Checkpoint
 from keepstep_agent.core.agent.events import (
     DiskRead,
@@ -81,6 +82,8 @@ class Life:
         if not self._all_left():
             raise ViolationError("an agent with nothing more to do did not exit")
         self._check_end()
+        for agent in self.agents:
+            self._check_next_life(agent)
 
     def _run_until(self, moment: float, done: Callable[[], bool]) -> None:
         steps = 0
@@ -244,6 +247,16 @@ class Life:
                 self._check_outcome(agent, save, set(ranks))
         for token, upload in self.store.uploads.items():
             self._check_upload(token, upload.key, landed_late=upload.landed_late)
+
+    def _check_next_life(self, agent: AgentModel) -> None:
+        """Whatever the volume has of earlier lives, the trainers of the next one owe a save of their own."""
+        if agent.running:
+            return
+        agent.alive = set(range(len(agent.planned.ranks)))
+        agent.start(fresh=True)
+        agent.deliver(TerminationNoticed(at=self.now, deadline=None, source="the next life"))
+        if agent.running and not drain.waiting_for_save(agent.state):
+            raise ViolationError(f"agent {agent.index} waits for no save in its next life")
 
     def _check_outcome(self, agent: AgentModel, save: str, ranks: set[int]) -> None:
         checkpoint = agent.state.checkpoints.get(save)

@@ -195,6 +195,16 @@ def _send_parts_again(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(upload_queue, "enqueue", missing)
 
 
+def _take_an_earlier_lifes_save_for_this_ones(patch: pytest.MonkeyPatch) -> None:
+    started = reducer._started
+
+    def forgotten(state: State, event: Started) -> Iterator[Command]:
+        yield from started(state, event)
+        state.termination.first_sequence = 0
+
+    patch.setattr(reducer, "_started", forgotten)
+
+
 def _shed_the_newest(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
         disk_pressure, "_may_be_shed", lambda _, checkpoint: not checkpoint.ended and bool(checkpoint.size_bytes)
@@ -270,6 +280,7 @@ def _keep_failed_work_to_itself(patch: pytest.MonkeyPatch) -> None:
                 (_commit_without_looking_for_the_packs, "is committed without"),
                 (_put_another_pack_under_its_key, "with other bytes than before"),
                 (_shed_the_newest, "shed though it is"),
+                (_take_an_earlier_lifes_save_for_this_ones, "waits for no save in its next life"),
                 (_leave_uploads_behind, "left over"),
                 (_leave_lost_uploads_behind, "left over"),
                 (_launch_twice, "overlooked"),

@@ -350,7 +350,7 @@ def _started(state: State, event: Started) -> Iterator[Command]:
     state.begun.clear()
     deadline = state.termination.deadline
     if event.fresh or (deadline is not None and deadline <= event.at):
-        state.termination = Termination()
+        state.termination = Termination(first_sequence=state.next_sequence)
     state.active_upload, state.active_upload_preempted = "", False
     for checkpoint in state.checkpoints.values():
         checkpoint.may_have_orphans = not checkpoint.durable
