@@ -93,6 +93,7 @@ class Checkpointer:
         self._pending: PendingSave | None = None
         self._schedule = SaveSchedule(time.monotonic())
         self._resumed = False
+        self._trains = False
         self._session = Session(settings, rank0_only=rank0_only)
         self._asynchronous = settings.asynchronous is not False if asynchronous is None else asynchronous
         self._writer = BackgroundWriter()
@@ -161,7 +162,13 @@ class Checkpointer:
                 "checkpoints",
                 hint="give each program of a run a name: Checkpointer(name=…)",
             )
-        self._session.note_training({own: place}, ended=False)
+
+    def _note_training(self) -> None:
+        """Note that this program trains: not where it resumes, as one does that only reads a checkpoint."""
+        if not self._trains:
+            self._trains = True
+            settings = self._session.settings
+            self._session.note_training({_own_directory(settings): settings.checkpoint_directory}, ended=False)
 
     def _resume_from(self, newest: Record) -> Path:
         self._schedule.saved(newest.step, time.monotonic())
@@ -223,6 +230,7 @@ class Checkpointer:
         if objective is not None and not self._session.agent.keeps(objective.total_seconds(), max_overhead):
             self._request_if_due(objective)
         action = self._session.action_at(step)
+        self._note_training()
         periodic = isinstance(interval, int) and self._schedule.is_due(interval)
         if action is Action.NOTHING and not periodic:
             return None
@@ -373,6 +381,7 @@ class Checkpointer:
         self._warn_if_not_resumed(step)
         # With no room the user insists.
         pending = (self._admit(step, kind) and self._pending) or self._session.begin(step, kind)
+        self._note_training()
         self._pending = None
         self._session.count(pending, units)
         self._schedule.saved(step, time.monotonic())

@@ -101,6 +101,15 @@ SNAPSHOTS_DIRECTORY: Final = "snapshots"
 PRUNED_DIRECTORY: Final = "pruned"
 PROBE_DIRECTORY: Final = "probe"
 
+
+def annotations_for(directory: str) -> str:
+    """Say how a pod is annotated so that the agent sees a directory of the program."""
+    return (
+        f"annotate the pod with {ANNOTATION_PREFIX}output: {directory}, or with "
+        f"{ANNOTATION_PREFIX}checkpoint-directory if a volume of the pod is mounted there"
+    )
+
+
 # Annotations of a pod, and what the injection makes of them. docs/annotations.md says what each means.
 ANNOTATION_PREFIX: Final = "keepstep.dev/"
 ANNOTATION_INJECT: Final = "keepstep.dev/inject"

@@ -387,3 +387,20 @@ def test_what_a_second_training_counts_is_shown_although_the_first_had_more_step
         life.commit(at + 1, step)
     life.end(1100)
     assert reported(life).units == {"tokens": 20.0}
+
+
+def test_a_training_with_two_output_directories_kept_what_followed_the_last_commit_in_either() -> None:
+    """As one with a ModelCheckpoint for the best and one for all."""
+    first, second = NotedLife("first"), NotedLife("second")
+    first.start(1000, restore=(1000, 1000), resumed=Resumed.NOTHING)
+    first.ranks(1000, 1)
+    for step, output in ((500, "best"), (600, "steps"), (900, "steps")):
+        first.save(1000 + step, 1000 + step, step, output=output)
+        first.commit(1001 + step, step)
+    second.resumes(2000, 900, restore=(1990, 2000))
+    second.ranks(2000, 1)
+    second.notice(2050)
+    second.save(2050, 2050, 950, kind="just-in-time", output="best")
+    second.commit(2051, 950)
+    second.end(2052)
+    assert reported(first, second).kept_steps == 50

@@ -55,6 +55,14 @@ def test_a_run_of_srun_is_warned_that_its_ranks_have_no_agent(tmp_path: Path) ->
     assert "write srun before keepstep" in warning["problem"]
 
 
+def test_a_program_is_told_what_the_agent_stores_by_itself(tmp_path: Path) -> None:
+    command = ("sh", "-c", 'echo "told $KEEPSTEP_WATCHED"; touch "$KEEPSTEP_WATCHED/file"')
+    (tmp_path / "out").mkdir()
+    with RunProcess(tmp_path / "volume", f"file://{tmp_path}/store", command=command, watch=tmp_path / "out") as run:
+        assert run.wait() == 0, run.output()
+    assert f"told {tmp_path / 'out'}\n" in run.output()
+
+
 def runs(pid: int) -> bool:
     """A process that ended and was adopted by somebody who does not wait for it has no command line any more."""
     try:

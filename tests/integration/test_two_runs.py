@@ -37,6 +37,17 @@ def test_the_second_is_refused_until_the_first_has_ended(restore: str, tmp_path:
     assert not (tmp_path / "store" / LEASE).exists()
 
 
+def test_a_volume_of_a_run_that_was_refused_is_bound_to_nothing(tmp_path: Path) -> None:
+    with RunProcess(tmp_path / "one", f"file://{tmp_path}/store") as first:
+        first.wait_steps(2)
+        with RunProcess(tmp_path / "two", f"file://{tmp_path}/store") as second:
+            assert second.wait() == 1, second.output()
+        with RunProcess(tmp_path / "two", f"file://{tmp_path}/another", trainer={"STEPS": 1}) as second:
+            assert second.wait() == 0, second.output()
+        first.signal(signal.SIGTERM)
+        first.wait()
+
+
 def test_the_second_is_refused_where_the_programs_know_nothing_of_us(tmp_path: Path, moto_bucket: Bucket) -> None:
     bucket = BucketView(moto_bucket)
     command = ("sleep", "1000")
@@ -88,7 +99,7 @@ def test_a_killed_run_goes_on_at_once_on_its_volume_and_soon_on_another(tmp_path
     with RunProcess(tmp_path / "two", destination, trainer={"STEPS": 1}) as other:
         assert other.wait() == 0, other.output()
         (waited,) = other.log("run.waits_for_lease")
-        assert waited["at_most_seconds"] <= 40
+        assert waited["at_most_seconds"] <= 45
 
 
 def test_a_run_that_reads_nothing_begins_without_the_store(tmp_path: Path) -> None:

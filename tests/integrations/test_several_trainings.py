@@ -4,6 +4,7 @@ Each resumes from its own directory, and from no other one's. Real frameworks un
 """
 
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -147,6 +148,36 @@ def test_a_second_training_that_names_no_directory_is_refused(processes: int, tm
     assert learned(ended.stdout) == [expected]
     assert "another training of this run names no output directory either" in ended.stderr
     assert "hint: give each training a directory of its own" in ended.stderr
+
+
+TRIES_AGAIN = """
+import torch
+from accelerate import Accelerator
+
+def train(batch_size):
+    accelerator, model = Accelerator(cpu=True), torch.nn.Linear(1, 1)
+    accelerator.prepare(model, torch.optim.SGD(model.parameters()))
+    try:
+        accelerator.load_state()
+    except ValueError:
+        print("nothing to load")
+    if batch_size > 1:
+        raise MemoryError
+    print("trained")
+
+try:
+    train(2)
+except MemoryError:
+    train(1)
+"""
+
+
+def test_a_training_that_is_tried_again_in_its_process_is_refused_nothing(tmp_path: Path) -> None:
+    """As `find_executable_batch_size` does, before anything is saved."""
+    program = tmp_path / "tries_again.py"
+    program.write_text(TRIES_AGAIN)
+    ended = Lives(tmp_path, "accelerate", "below").start(f"{sys.executable} {program}")
+    assert ended.stdout.splitlines()[-3:] == ["nothing to load", "nothing to load", "trained"], ended.stderr
 
 
 @pytest.mark.parametrize("launches", ["in a start", "in two"])

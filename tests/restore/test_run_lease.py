@@ -12,6 +12,8 @@ from tests.harness.bounds import HANG_SECONDS
 from keepstep_agent.core.errors import ErrorKind, KeepstepError, StoreError
 from keepstep_agent.core.stored.lease import Lease, decode_lease
 from keepstep_agent.core.stored.object_layout import LEASE_CLOCK_KEY, LEASE_KEY
+from keepstep_agent.ports import ObjectInfo
+from keepstep_agent.restore import run_lease
 from keepstep_agent.restore.run_lease import EXPIRY_SECONDS, RunLease
 
 
@@ -63,19 +65,88 @@ async def test_a_run_beside_a_living_one_is_refused_and_told_which_it_is(store: 
     assert holder(store) == lease("first")
 
 
+class BusyStore(FakeStore):
+    """Others come between any two of its answers."""
+
+    async def head(self, key: str) -> ObjectInfo:
+        await asyncio.sleep(0)
+        return await super().head(key)
+
+    async def get(self, key: str, *, limit_bytes: int, fresh: bool = False) -> bytes:
+        await asyncio.sleep(0)
+        return await super().get(key, limit_bytes=limit_bytes, fresh=fresh)
+
+    async def put(self, key: str, body: bytes, *, if_absent: bool = False) -> None:
+        await asyncio.sleep(0)
+        await super().put(key, body, if_absent=if_absent)
+
+
+async def live(store: FakeStore, of_run: RunLease) -> None:
+    """Begin, and renew the lease for as long as the other starts wait."""
+    async with of_run.held(take_over=False):
+        for _ in range(30):
+            await asyncio.sleep(0.1)
+            store.now += 1
+            await of_run.renew()
+
+
 @pytest.mark.parametrize("conditional_put", [True, False])
-async def test_of_runs_that_start_at_once_one_begins(conditional_put: bool) -> None:
-    store = FakeStore(conditional_put=conditional_put)
-    runs = {name: run(store, name) for name in ("first", "second")}
-    starts = [asyncio.create_task(begin(one)) for one in runs.values()]
-    await somebody_waits(store)
-    store.now += 1
-    await runs[holder(store).volume.removeprefix("volume-")].renew()
+@pytest.mark.parametrize("before", ["nothing", "an expired lease", "one that is given back", "one that expires"])
+async def test_of_runs_that_start_at_once_one_begins(before: str, conditional_put: bool) -> None:
+    store = BusyStore(conditional_put=conditional_put)
+    first = run(store, "first")
+    if before != "nothing":
+        await begin(first)
+        store.now += {"an expired lease": EXPIRY_SECONDS, "one that expires": EXPIRY_SECONDS - 1}.get(before, 0)
+    starts = [asyncio.create_task(live(store, run(store, name))) for name in ("second", "third")]
+    if before == "one that is given back":
+        await somebody_waits(store)
+        await first.release()
     async with asyncio.timeout(HANG_SECONDS):
         outcomes = await asyncio.gather(*starts, return_exceptions=True)
-    assert sorted(map(str, outcomes)) == sorted(
-        ["None", f"another run is alive at this destination: {holder(store).holder}"]
-    )
+    alive = f"another run is alive at this destination: {holder(store).holder}"
+    assert sorted(map(str, outcomes)) == sorted(["None", alive])
+
+
+async def test_a_renewal_in_the_last_moment_is_seen(store: FakeStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = run(store, "first")
+    await begin(first)
+    store.now += EXPIRY_SECONDS - 0.5
+    sleep = asyncio.sleep
+
+    async def sleep_while_it_is_renewed(seconds: float) -> None:
+        await sleep(seconds)
+        store.now += 1
+        await first.renew()
+
+    # In the only sleep, which ends after the expiry.
+    monkeypatch.setattr(asyncio, "sleep", sleep_while_it_is_renewed)
+    with pytest.raises(KeepstepError, match="another run is alive at this destination: process of first"):
+        await begin(run(store, "second"))
+
+
+async def test_a_renewal_that_hangs_is_tried_again_before_the_lease_expires(
+    store: FakeStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_lease, "_RENEWAL_TIMEOUT_SECONDS", 0.05)
+    slept: list[float] = []
+    renewals = 0
+
+    async def renew() -> None:
+        nonlocal renewals
+        renewals += 1
+        if renewals == 2:
+            await asyncio.Event().wait()
+
+    async def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        if len(slept) == 3:
+            raise asyncio.CancelledError
+
+    monkeypatch.setattr(asyncio, "sleep", sleep)
+    with pytest.raises(asyncio.CancelledError):
+        await run_lease.renew_until_cancelled(renew, lambda other: None)
+    assert slept == [15.0, 2.0, 15.0]
 
 
 async def test_a_lease_that_is_given_back_lets_the_next_run_begin(store: FakeStore) -> None:

@@ -12,6 +12,7 @@ from typing import Final
 import click
 import structlog
 
+from keepstep_agent.adapters.open_store import open_store
 from keepstep_agent.adapters.volume import identity
 from keepstep_agent.adapters.volume.shared_folders import make_shared_folders
 from keepstep_agent.catalog.markers import newest_of_run
@@ -33,6 +34,8 @@ from keepstep_agent.restore.start_record import StartRecord, write_start_record
 from keepstep_api.names import LAZY, OFF
 
 _TAKE_OVER: Final = "take-over"
+_ANSWER_SECONDS: Final = 15.0
+"""How long a run that restores nothing waits for a store that does not answer."""
 
 _log: structlog.typing.FilteringBoundLogger = structlog.get_logger("keepstep.run")
 
@@ -133,13 +136,17 @@ def _as_json(snapshots: RestoredSnapshots | None) -> dict[str, object] | None:
 
 async def _only_lease(settings: Settings, lease: str) -> None:
     try:
-        async with opened(settings.store) as store:
-            await _find(store, settings.store.destination, Path(settings.volume))
+        # Without the retries that a download is worth.
+        async with open_store(settings.store) as store:
+            async with asyncio.timeout(_ANSWER_SECONDS):
+                await _find(store, settings.store.destination, Path(settings.volume))
             async with _held(store, settings, lease):
                 pass
-    except StoreError as error:
+    except (StoreError, TimeoutError) as error:
+        if isinstance(error, StoreError) and error.kind is ErrorKind.FORMAT_UNKNOWN:
+            raise
         # Nothing is read from the destination, so the program can begin without it.
-        _log.warning("run.lease_not_taken", error=str(error), hint=error.hint)
+        _log.warning("run.lease_not_taken", error=str(error) or "the store did not answer in time")
 
 
 @asynccontextmanager
@@ -162,9 +169,10 @@ async def _restore(
         store = await stack.enter_async_context(opened(settings.store))
         # The volume must not be bound to a destination that does not answer: it may be mistyped.
         await _find(store, settings.store.destination, volume)
+        # Nor to one that is another run's.
+        await stack.enter_async_context(_held(store, settings, lease))
         await asyncio.to_thread(make_shared_folders, volume, directory)
         await asyncio.to_thread(identity.claim, volume, settings.store.destination)
-        await stack.enter_async_context(_held(store, settings, lease))
         with progress_line() as advance:
             restored: tuple[init_step.Restored, ...] = ()
             if settings.restore != LAZY:

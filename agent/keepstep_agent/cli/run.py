@@ -92,6 +92,7 @@ def run(wants_autoload: bool, take_over: bool, command: tuple[str, ...], **optio
             **os.environ,
             **environment_of(settings),
             names.ENV_START: secrets.token_hex(8),
+            names.ENV_WATCHED: ":".join(str(Path(directory).absolute()) for directory in settings.watch),
         }
         # That of a run around this one.
         environment.pop(names.ENV_RESUME, None)

@@ -8,7 +8,7 @@ than `EXPIRY_SECONDS`, and an earlier life on the same volume holds up nobody at
 import asyncio
 import os
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Final
@@ -23,9 +23,11 @@ from keepstep_agent.core.stored.lease import LEASE_BYTES, Lease, decode_lease, e
 from keepstep_agent.core.stored.object_layout import LEASE_CLOCK_KEY, LEASE_KEY
 from keepstep_agent.ports import ObjectInfo, StoreWriter
 
-RENEWAL_SECONDS: Final = 15.0
-EXPIRY_SECONDS: Final = 40.0
-"""Two renewals, and the time that a slow one takes."""
+_RENEWAL_SECONDS: Final = 15.0
+_RETRY_SECONDS: Final = 2.0
+_RENEWAL_TIMEOUT_SECONDS: Final = 10.0
+EXPIRY_SECONDS: Final = 45.0
+"""A renewal, and two more tries that time out."""
 _LOOK_SECONDS: Final = 1.0
 
 _log: structlog.typing.FilteringBoundLogger = structlog.get_logger()
@@ -59,6 +61,7 @@ class RunLease:
         try:
             yield
         except BaseException:
+            renewing.cancel()
             with suppress(StoreError):
                 await self.release()
             raise
@@ -79,25 +82,30 @@ class RunLease:
 
     async def _acquire(self, *, take_over: bool) -> None:
         status = await if_there(self._store.head(LEASE_KEY))
-        if status is None and self._renews:
-            # A store refuses the second of two writers only once it was asked whether it can.
-            await self._store.probe()
-            if await self._write_first():
-                return
-            status = await if_there(self._store.head(LEASE_KEY))
         other = await self._other()
         if status is not None and other is not None:
             if take_over:
                 _log.warning("run.takes_over", holder=printable(other.holder))
             else:
                 await self._wait_for_expiry(status, other)
-        if self._renews:
+        if not self._renews:
+            return
+        # Only where nothing is there can a store decide, and only once it was asked whether it can.
+        decides = status is None and (await self._store.probe()).conditional_put
+        is_ours = await self._write(if_absent=decides)
+        if not decides and (other is not None or status is None):
+            # Another start may have waited for the same moment. The last one that wrote has it.
+            await asyncio.sleep(_LOOK_SECONDS)
+            is_ours = await self._read() == self._own
+        if not is_ours:
+            if faster := await self._other():
+                raise _another_run(faster)
             await self._store.put(LEASE_KEY, encode_lease(self._own))
 
-    async def _write_first(self) -> bool:
-        """Write the lease if there is none; whether it is this run's now."""
+    async def _write(self, *, if_absent: bool) -> bool:
+        """Write the lease; whether it is this run's now."""
         try:
-            await self._store.put(LEASE_KEY, encode_lease(self._own), if_absent=True)
+            await self._store.put(LEASE_KEY, encode_lease(self._own), if_absent=if_absent)
         except StoreError as error:
             # Whether the write was refused or is in doubt, what is there says who was first.
             if error.kind is not ErrorKind.ALREADY_EXISTS and error.kind not in PASSING:
@@ -110,15 +118,21 @@ class RunLease:
         await self._store.put(LEASE_CLOCK_KEY, b"")
         age_seconds = (await self._store.head(LEASE_CLOCK_KEY)).modified_at - status.modified_at
         left_seconds = EXPIRY_SECONDS - age_seconds
-        if left_seconds <= 0:
-            return
-        _log.warning("run.waits_for_lease", holder=printable(other.holder), at_most_seconds=round(left_seconds))
-        with suppress(TimeoutError):
-            async with asyncio.timeout(left_seconds):
-                while await if_there(self._store.head(LEASE_KEY)) == status:  # noqa: ASYNC110 - another process writes it
-                    await asyncio.sleep(_LOOK_SECONDS)
-                if alive := await self._other():
-                    raise _another_run(alive)
+        if left_seconds > 0:
+            _log.warning("run.waits_for_lease", holder=printable(other.holder), at_most_seconds=round(left_seconds))
+        deadline = asyncio.get_running_loop().time() + left_seconds
+        # The last look comes after the deadline.
+        while (now := await if_there(self._store.head(LEASE_KEY))) == status:
+            if asyncio.get_running_loop().time() >= deadline:
+                return
+            await asyncio.sleep(_LOOK_SECONDS)
+        if now is not None and (alive := await self._other()):
+            raise _another_run(alive)
+
+    async def _keep_renewing(self) -> None:
+        if self._renews:
+            # Another run's lease is told by the agent, which goes on.
+            await renew_until_cancelled(self.renew, lambda other: None)
 
     async def _other(self) -> Lease | None:
         """Return the lease if another run has it."""
@@ -134,11 +148,20 @@ class RunLease:
                 raise
             return None
 
-    async def _keep_renewing(self) -> None:
-        while self._renews:
-            await asyncio.sleep(RENEWAL_SECONDS)
-            with suppress(StoreError):
-                await self.renew()
+
+async def renew_until_cancelled(renew: Callable[[], Awaitable[Lease | None]], tell: Callable[[Lease], None]) -> None:
+    """Call `renew` again and again, and `tell` with the lease of another run that it returns."""
+    while True:
+        try:
+            async with asyncio.timeout(_RENEWAL_TIMEOUT_SECONDS):
+                other = await renew()
+        except (KeepstepError, TimeoutError) as error:
+            _log.info("run.lease_not_renewed", error=str(error) or "the store did not answer in time")
+            await asyncio.sleep(_RETRY_SECONDS)
+            continue
+        if other is not None:
+            tell(other)
+        await asyncio.sleep(_RENEWAL_SECONDS)
 
 
 def _another_run(lease: Lease) -> KeepstepError:

@@ -27,7 +27,8 @@ def _mount_of(folder: Path) -> str:
         number, _, _, _, point, *_ = line.split(" ")
         # A later mount hides an earlier one at its place.
         found[Path(re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), point))] = number
-    return next(found[one] for one in above if one in found)
+    # In a chroot, what is above may be none.
+    return next((found[one] for one in above if one in found), "")
 
 
 def link_tree(checkpoint: Path, to: Path) -> None:

@@ -2,7 +2,8 @@
 
 A start is one `keepstep run`, or one life of a container. `<volume>/.keepstep/records/<key>.training` says in which
 start which program trains there, or has ended its training. The same program may come again: its launcher has started
-it anew, and it resumes where it was. So may any program if the training was killed.
+it anew, and it resumes where it was. So may any program if the training was killed; one that names no directory counts
+as ended from its begin.
 """
 
 import os

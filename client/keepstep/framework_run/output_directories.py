@@ -77,14 +77,16 @@ class OutputDirectories:
             elif any(directory.is_relative_to(watched) for watched in self._settings.watched):
                 warn(f"what is in {path.parent} is stored file by file, what is saved just in time as a checkpoint")
             else:
+                # No directory of `keepstep.dev/output` may have that name.
+                output = directory.parent if directory.name == names.CHECKPOINT_DIRECTORY else directory
                 hint = f"write checkpoints to {self._settings.checkpoint_directory}"
                 if os.environ.get(names.ENV_START) == names.CONTAINER:
-                    hint += f", or annotate the pod with {names.ANNOTATION_PREFIX}output: {directory}"
+                    hint += f", or {names.annotations_for(str(output))}"
                 warn(
                     f"only what is saved just in time is stored: what is in {path.parent} cannot be linked into the "
                     f"volume {self._settings.volume}; hint: {hint}"
                 )
-                self._tell_unprotected(directory)
+                self._tell_unprotected(output)
         return links
 
     def links(self, path: Path) -> bool:

@@ -1,8 +1,8 @@
 """A run whose checkpoints a framework writes: when it must save and stop, and how its checkpoints reach the agent.
 
 Owns when a framework's checkpoint is written, moved and announced, and the one run of this process. Must not know any
-framework. Once made, a run raises only SystemExit, from `leave` and `newest`, and what the framework raises as it
-writes.
+framework. Once made, a run raises only SystemExit, from `leave` and `newest`, UsageError where a training is refused,
+and what the framework raises as it writes.
 """
 
 import atexit
@@ -140,13 +140,14 @@ class FrameworkRun:
 
         return self._unless_given_up(agree, otherwise=None) is not False
 
-    def require_only_training(self) -> None:
+    def require_only_training(self, *, resumes: bool) -> None:
         """Let a training without an output directory begin, which resumes from whatever the run has saved.
 
-        Raises UsageError if another program, or an earlier training of this process, has begun one in this start.
+        `resumes`: there is something. Raises UsageError if another program, or an earlier training of this process, has
+        begun one in this start.
         """
         origins = self._origins(())
-        if not self._is_first_of(origins):
+        if resumes and not self._is_first_of(origins):
             raise UsageError(
                 ErrorKind.BAD_ARGUMENT,
                 "another training of this run names no output directory either, and this one would resume from its "
@@ -154,7 +155,7 @@ class FrameworkRun:
                 hint="give each training a directory of its own, with automatic_checkpoint_naming, or a path to load",
             )
         FrameworkRun._trained |= set(origins)
-        # By its end it may have been killed.
+        # Nothing tells when it has ended.
         self.ended()
 
     def ended(self, *outputs: str | Path) -> None:

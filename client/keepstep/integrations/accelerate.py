@@ -137,10 +137,10 @@ class _Loop:
         # After the first save or load, the program goes back to what it has saved itself.
         resumes = input_dir is None and self._place is None
         own = [self._automatic_directory] if self._project.automatic_checkpoint_naming else []
-        if run is not None and resumes and not own and not self._is_only_training:
-            run.require_only_training()
-            self._is_only_training = True
         newest = run.newest(*own) if run is not None and resumes else None
+        if run is not None and resumes and not own and not self._is_only_training:
+            run.require_only_training(resumes=newest is not None)
+            self._is_only_training = True
         result = self._load_state(input_dir if newest is None else str(newest), *arguments, **named)
         if run is not None:
             self._loaded(run, newest or (None if input_dir is None else Path(input_dir).expanduser()))

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from tests.client.agent_server import AgentServer
 from tests.integrations.lightning_trainer.training import (
@@ -151,6 +152,29 @@ def test_a_loader_without_a_state_goes_on_with_the_data_that_are_left(
     losses = [one[:4] for one in (*computed, *resumed.computed) if one[0] == "train"]
     assert losses == [one[:4] for one in expected.computed if one[0] == "train"]
     assert weights(resumed) == weights(expected)
+
+
+class Numbers(torch.utils.data.Sampler):  # type: ignore[misc]
+    """Has a generator that is none of torch's."""
+
+    def __init__(self, data: Any) -> None:
+        self.generator = np.random.RandomState(0)
+        self._count = len(data)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.generator.permutation(self._count).tolist())
+
+    def __len__(self) -> int:
+        return self._count
+
+
+def test_a_sampler_with_a_generator_of_another_library_saves_and_resumes(agent: AgentServer, volume: Path) -> None:
+    def loader(data: Any) -> Any:
+        return torch.utils.data.DataLoader(data, batch_size=8, sampler=Numbers(data))
+
+    stop(make(volume / "checkpoints", At("on_train_batch_end", 7, terminate)), loader=loader)
+    assert announced(agent)[-1] == (7, JUST_IN_TIME)
+    assert steps(fit(make(volume / "checkpoints", max_steps=9), loader=loader)) == [8, 9]
 
 
 def test_in_the_midst_of_an_accumulation_no_step_is_saved_once_more(agent: AgentServer, volume: Path) -> None:

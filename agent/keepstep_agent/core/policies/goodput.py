@@ -274,12 +274,11 @@ def _kept_by(history: RunHistory, save: RunSave) -> tuple[int, Span]:
         and one.committed_at is not None
         and one.committed_at <= noticed_at
         and one.step <= save.step
-        and one.output == save.output
     ]
-    last = newest_save(before)
+    last = max(before, key=lambda one: one.announced_at, default=None)
     resumed = history.resumed_save(start) if start else None
-    # Of another training, whose steps say nothing of this one's.
-    is_of_another = resumed is not None and resumed.output != save.output
+    # Of another training, whose steps say nothing of this one's. A training may have two directories.
+    is_of_another = resumed is not None and resumed.output != save.output and resumed.step > save.step
     if last and (start is None or is_of_another or start.resumed_step <= last.step):
         return save.step - last.step, Span(since=last.taken_at, until=save.taken_at)
     if start is None:

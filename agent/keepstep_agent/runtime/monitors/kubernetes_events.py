@@ -22,7 +22,7 @@ from keepstep_agent.core.model import Kind
 from keepstep_agent.core.settings.values import ClusterSettings
 from keepstep_agent.ports import Clock, Cluster, EventType, PodEvent
 from keepstep_agent.runtime.work.fetches import FetchProgress
-from keepstep_api.names import ANNOTATION_LAST_COMMITTED, ANNOTATION_PREFIX
+from keepstep_api.names import ANNOTATION_LAST_COMMITTED, annotations_for
 
 _QUEUE_LIMIT: Final = 32
 _MOST_UNPROTECTED: Final = 4
@@ -105,7 +105,7 @@ class KubernetesEvents:
         text = (
             f"what the program saves in {directory} is not stored, unless just in time: no volume of the agent has it"
         )
-        hint = f"annotate the pod with {ANNOTATION_PREFIX}output: {directory}"
+        hint = annotations_for(directory)
         log.warning("trainer.output_not_stored", directory=directory, hint=hint)
         self._note(EventType.WARNING, "OutputNotStored", f"{text}; {hint}", self._clock.now())
 

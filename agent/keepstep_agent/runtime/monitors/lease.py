@@ -9,12 +9,11 @@ from typing import Final
 
 import structlog
 
-from keepstep_agent.core.errors import KeepstepError, printable
+from keepstep_agent.core.errors import printable
 from keepstep_agent.core.stored.lease import Lease
-from keepstep_agent.restore.run_lease import RENEWAL_SECONDS, RunLease
+from keepstep_agent.restore.run_lease import RunLease, renew_until_cancelled
 from keepstep_agent.runtime.work.ready_store import ReadyStore
 
-_RENEWAL_TIMEOUT_SECONDS: Final = 10.0
 # The process has two seconds to close in, and SIGKILL may be near.
 _LAST_WORDS_SECONDS: Final = 0.5
 
@@ -27,32 +26,32 @@ class LeaseRenewer:
     def __init__(self, store: ReadyStore, own: Lease) -> None:
         self._store = store
         self._own = own
+        self._told = ""
 
     async def renew(self) -> None:
-        told = ""
-        while True:
-            try:
-                async with asyncio.timeout(_RENEWAL_TIMEOUT_SECONDS):
-                    other = await (await self._lease()).renew()
-            except (KeepstepError, TimeoutError) as error:
-                log.info("run.lease_not_renewed", error=str(error) or "the store did not answer in time")
-            else:
-                if other is not None and other.holder != told:
-                    told = other.holder
-                    log.error(
-                        "run.another_run",
-                        holder=printable(told),
-                        hint="another run has taken this destination: end one of the two, because each resumes from "
-                        "what the other saves",
-                    )
-            await asyncio.sleep(RENEWAL_SECONDS)
+        """Renew the lease until cancelled."""
+        await renew_until_cancelled(self._renew_once, self._tell)
+
+    async def _renew_once(self) -> Lease | None:
+        return await (await self._lease()).renew()
+
+    def _tell(self, other: Lease) -> None:
+        if other.holder != self._told:
+            self._told = other.holder
+            log.error(
+                "run.another_run",
+                holder=printable(other.holder),
+                hint="another run has taken this destination: end one of the two, because each resumes from what the "
+                "other saves",
+            )
 
     async def last_words(self) -> None:
         """Give the lease back. Takes only a moment, or gives up: it then expires."""
         try:
             async with asyncio.timeout(_LAST_WORDS_SECONDS):
                 await (await self._lease()).release()
-        except (KeepstepError, TimeoutError) as error:
+        except Exception as error:
+            # Whatever it is, the agent exits with its own code.
             log.info("run.lease_left", error=str(error) or "no time left")
 
     async def _lease(self) -> RunLease:

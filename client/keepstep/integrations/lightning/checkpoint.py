@@ -138,6 +138,8 @@ def begin_workers(trainer: Any) -> None:
 
 def _loader_generators(trainer: Any) -> list[Any]:
     """Return the generators of the program's own that its training loaders and their samplers have, each once."""
+    import torch
+
     found = []
     combined = trainer.fit_loop._combined_loader
     # In the sanity check there are none yet.
@@ -145,7 +147,7 @@ def _loader_generators(trainer: Any) -> list[Any]:
         batches = getattr(loader, "batch_sampler", None)
         owners = (loader, getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None))
         found += [getattr(owner, "generator", None) for owner in owners]
-    return list({id(one): one for one in found if hasattr(one, "get_state")}.values())
+    return list({id(one): one for one in found if isinstance(one, torch.Generator)}.values())
 
 
 def skip_batches(trainer: Any) -> None:
