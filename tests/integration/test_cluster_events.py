@@ -112,10 +112,10 @@ def test_a_trainer_that_saves_where_the_agent_cannot_look_is_an_event(
 ) -> None:
     for _ in range(2):
         with agent.stub() as stub:
-            stub.Register(agent_pb2.RegisterRequest(unprotected_directory="/work/out"), timeout=HANG_SECONDS)
+            stub.Register(agent_pb2.RegisterRequest(unprotected_directory="/data/out"), timeout=HANG_SECONDS)
     wait_until(lambda: bool(server.shelf.selected("events")), HANG_SECONDS, "the event is there")
     agent.terminate()
     assert agent.wait(HANG_SECONDS) == 0
     (event,) = server.shelf.selected("events")
     assert (event["reason"], event["type"]) == ("OutputNotStored", "Warning")
-    assert "keepstep.dev/output: /work/out" in event["message"]
+    assert "keepstep.dev/output: /data/out" in event["message"]

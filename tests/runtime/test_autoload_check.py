@@ -1,6 +1,7 @@
 """The runner finds the process that has torch without autoload, says what hides it, and is not fooled by others."""
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -56,13 +57,15 @@ def start(tmp_path: Path) -> Start:
             env=variables,
             cwd=tmp_path,
             stdin=subprocess.PIPE,
+            start_new_session=True,
         )
         with process:
             try:
                 wait_until((tmp_path / "ready").exists, HANG_SECONDS, "the program has imported torch")
                 yield process.pid
             finally:
-                process.kill()
+                # A shell's programs too.
+                os.killpg(process.pid, signal.SIGKILL)
 
     return started
 

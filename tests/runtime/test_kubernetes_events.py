@@ -230,8 +230,8 @@ async def test_each_directory_that_nobody_stores_is_one_event_that_names_the_ann
     news = pod.news()
     async with telling(news):
         for number in (0, 0, 1, 2, 3, 4, 5):
-            news.tell_unprotected(f"/work/out-{number}")
+            news.tell_unprotected(f"/data/out-{number}")
         await until(lambda: len(pod.cluster.events) == 4)
     # A program that names a new one at each save pushes out no other news.
     assert pod.reasons() == ["OutputNotStored"] * 4
-    assert "annotate the pod with keepstep.dev/output: /work/out-0, or with" in pod.cluster.events[0].message
+    assert "annotate the pod with keepstep.dev/output: /data/out-0, or with" in pod.cluster.events[0].message

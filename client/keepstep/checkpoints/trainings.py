@@ -36,12 +36,10 @@ def is_taken(records: Path, output: str, origin: Path) -> bool:
     """Whether another program trains there, or it or an earlier training of this process has ended there."""
     try:
         start, program, process, place, state = _path(records, output).read_text().split("\n")
+        is_other = program != _program() or place != _digest(origin.absolute())
+        is_own = process == _process(os.getpid())
         if start != _start():
             return False
-        is_other, is_own = (
-            program != _program() or place != _digest(origin.absolute()),
-            process == _process(os.getpid()),
-        )
         return is_other or is_own if state == _ENDED else is_other and not is_own and _lives(process)
     except (OSError, ValueError):
         return False

@@ -3,7 +3,7 @@
 import asyncio
 import os
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -21,7 +21,7 @@ from keepstep_agent.cli.store_options import destination_options
 from keepstep_agent.cli.store_work import as_json_option, opened, print_json, run_work
 from keepstep_agent.core.errors import ErrorKind, StoreError, VolumeError, printable
 from keepstep_agent.core.model import is_optimizer_file
-from keepstep_agent.core.policies.restore_choice import CommittedSave, by_line
+from keepstep_agent.core.policies.restore_choice import CommittedSave, last_line
 from keepstep_agent.core.quantities import amount
 from keepstep_agent.core.settings.values import Settings
 from keepstep_agent.ports import StoreReader
@@ -104,7 +104,7 @@ async def _chosen(
     store: StoreReader, settings: Settings, step: int | None, save: str | None, *, weights_only: bool
 ) -> CommittedSave:
     listed = await (list_committed(store) if step is None else list_step(store, step))
-    committed = _saved_last([one for one in listed if save in {None, one.save}])
+    committed = last_line([one for one in listed if save in {None, one.save}])
     left = [one for one in await list_weights_only(store, step=step) if save in {None, one.save}]
     if committed:
         # With both markers, because a prune was interrupted or overtaken, its optimizer's files may be gone.
@@ -123,12 +123,6 @@ async def _chosen(
     raise StoreError(
         ErrorKind.NO_CHECKPOINT, f"{settings.store.destination} has {what}", hint="`keepstep ls` lists the checkpoints"
     )
-
-
-def _saved_last(committed: Sequence[CommittedSave]) -> Sequence[CommittedSave]:
-    """Return those of the output directory that was saved to last, by the store's clock; newest first."""
-    outputs = by_line(committed).values()
-    return max(outputs, key=lambda found: max(one.modified_at for one in found), default=())
 
 
 def _without_optimizer(checkpoint: CommittedCheckpoint, patterns: tuple[str, ...]) -> CommittedCheckpoint:

@@ -296,20 +296,21 @@ def _step_seconds(history: RunHistory) -> float | None:
     for save in history.saves:
         if not save.is_snapshot:
             outputs[save.output].append(save)
+    pairs = sorted(
+        (pair for saves in outputs.values() for pair in pairwise(saves)), key=lambda pair: pair[0].announced_at
+    )
     spans = sorted((span for start in history.starts for span in start.trained), key=lambda span: span.since)
-    steps, seconds = 0, 0.0
-    for saves in outputs.values():
-        position = 0
-        for before, after in pairwise(saves):
-            while position < len(spans) and spans[position].until < before.announced_at:
-                position += 1
-            uninterrupted = position < len(spans) and spans[position].since <= before.announced_at
-            if not uninterrupted or spans[position].until < after.announced_at or after.step <= before.step:
-                continue
-            # A save that does not hold up training is announced when the next steps are done already.
-            stall_seconds = before.stall.until - before.stall.since if before.stall else 0.0
-            took_seconds = after.taken_at - before.taken_at - stall_seconds
-            if took_seconds > 0:
-                steps += after.step - before.step
-                seconds += took_seconds
+    steps, seconds, position = 0, 0.0, 0
+    for before, after in pairs:
+        while position < len(spans) and spans[position].until < before.announced_at:
+            position += 1
+        uninterrupted = position < len(spans) and spans[position].since <= before.announced_at
+        if not uninterrupted or spans[position].until < after.announced_at or after.step <= before.step:
+            continue
+        # A save that does not hold up training is announced when the next steps are done already.
+        stall_seconds = before.stall.until - before.stall.since if before.stall else 0.0
+        took_seconds = after.taken_at - before.taken_at - stall_seconds
+        if took_seconds > 0:
+            steps += after.step - before.step
+            seconds += took_seconds
     return seconds / steps if steps else None

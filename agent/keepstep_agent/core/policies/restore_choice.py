@@ -168,7 +168,10 @@ def by_line(committed: Iterable[CommittedSave]) -> dict[tuple[str, str], list[Co
 
 
 def last_line(committed: Iterable[CommittedSave]) -> list[CommittedSave]:
-    """Return the saves of the output directory, or of the series, that was committed to last."""
+    """Return the saves of the output directory, or of the series, that was committed to last, in their order.
+
+    By the store's clock.
+    """
     return max(by_line(committed).values(), key=lambda line: max(one.modified_at for one in line), default=[])
 
 

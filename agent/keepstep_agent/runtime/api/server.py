@@ -54,7 +54,7 @@ class AgentService(agent_pb2_grpc.AgentServicer):
         fetches: Fetches,
         live_ranks: LiveRanks,
         monitors: Monitors,
-        tell_unprotected: Callable[[str], None] = lambda directory: None,
+        tell_unprotected: Callable[[str], None] | None = None,
     ) -> None:
         """`tell_unprotected` is called with a directory whose checkpoints are out of the agent's sight."""
         self._engine = engine
@@ -92,7 +92,7 @@ class AgentService(agent_pb2_grpc.AgentServicer):
                 agent_api=API_VERSION,
                 hint="what both support works; update the older one, see docs/compatibility.md",
             )
-        if request.unprotected_directory:
+        if request.unprotected_directory and self._tell_unprotected is not None:
             self._tell_unprotected(printable(request.unprotected_directory))
         await self._monitors.look_at_ranks()
         state = self._engine.state

@@ -279,7 +279,7 @@ async def run_agent(settings: Settings, *, fresh: bool = False, parent_pid: int 
             fetches=fetches,
             live_ranks=live_ranks,
             monitors=monitors,
-            **({} if news is None else {"tell_unprotected": news.tell_unprotected}),
+            tell_unprotected=None if news is None else news.tell_unprotected,
         )
         await stack.enter_async_context(serve_grpc(service, Path(settings.socket)))
         # After the API, so that an agent that says it is ready serves it.
