@@ -138,7 +138,7 @@ class Checkpointer:
         """
         newest = self._resumption().choose_partial([(first, 0, 0)])
         if isinstance(newest, PartialCheckpoint):
-            self._schedule.saved(newest.step, time.monotonic())
+            self._begins_at(newest.step)
             return newest
         return None if newest is None else self._resume_from(newest)
 
@@ -171,8 +171,12 @@ class Checkpointer:
             self._session.note_training({_own_directory(settings): settings.checkpoint_directory}, ended=False)
 
     def _resume_from(self, newest: Record) -> Path:
-        self._schedule.saved(newest.step, time.monotonic())
+        self._begins_at(newest.step)
         return self._session.context().local.path(newest.name)
+
+    def _begins_at(self, step: int) -> None:
+        self._schedule.saved(step, time.monotonic())
+        self._session.note_stored(step)
 
     def should_save(
         self,

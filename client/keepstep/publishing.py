@@ -74,6 +74,7 @@ class Publication:
         begun = self._agree("begun", self.failure is None)
         if not begun:
             self.discard()
+            self._session.note_loss(self._pending.kind)
         return begun
 
     def place(self, *, written: bool = True, recorded: bool = True, program_files_of: Path | None = None) -> bool:
@@ -113,6 +114,7 @@ class Publication:
                 self._lost(error)
         if not self._agree("placed", self.failure is None, WRITE_SECONDS):
             self._session.abort(self._pending)
+            self._session.note_loss(self._pending.kind)
             return False
         return True
 
@@ -147,12 +149,15 @@ class Publication:
             _log.warning("checkpoint not announced, it has no files in one of the pods: path=%s", self.path)
         if not self._agree("recorded", recorded, WRITE_SECONDS):
             self._session.abort(self._pending)
+            self._session.note_loss(kind)
             return False
         if kind is Kind.JUST_IN_TIME:
             # Permanent: a final save after it makes the run no more complete.
             self._session.stopping = True
-        announced = self._tell_agent()
-        announced = self._agree("announced", announced)
+        taken_over = self._tell_agent()
+        if taken_over is not False:
+            self._session.note_stored(self._pending.step)
+        announced = self._agree("announced", bool(taken_over))
         _log.info("saved: name=%s kind=%s save=%s announced=%s", self.path.name, kind, self._pending.save, announced)
         return announced
 
@@ -208,6 +213,7 @@ class Publication:
     def _give_up(self) -> None:
         self.discard()
         self._session.abort(self._pending)
+        self._session.note_loss(self._pending.kind)
 
     def _find_writers(self, path: Path) -> bool:
         """Find out whether this pod has a part of the checkpoint. Returns False when a part is missing.
@@ -277,11 +283,14 @@ class Publication:
         self.record = self._recorded = complete
         return True
 
-    def _tell_agent(self) -> bool:
-        """Announce this rank's part by the record, which the first rank of the pod has written."""
+    def _tell_agent(self) -> bool | None:
+        """Announce this rank's part by the record, which the first rank of the pod has written.
+
+        Returns what the session does.
+        """
         if not self._brings:
             self._session.abort(self._pending)
             return True
         local = self._context.local
         record = next((one for one in read_records(local.records) if one.save == self._pending.save), None)
-        return record is not None and self._session.announce(record, local.place(record))
+        return False if record is None else self._session.announce(record, local.place(record))

@@ -37,9 +37,11 @@ from keepstep_api import names, step_file
 
 _PATIENCE_SECONDS: Final = 10.0
 _SAVES_NOTED: Final = 8
+_JUST_IN_TIME_TRIES: Final = 2
 
 
 _is_leaving = False
+_exit_code: int = names.JUST_IN_TIME_EXIT_CODE
 
 
 class _LeftError(SystemExit):
@@ -48,16 +50,17 @@ class _LeftError(SystemExit):
     is_raised: ClassVar = threading.Event()
 
     def __init__(self) -> None:
-        super().__init__(names.JUST_IN_TIME_EXIT_CODE)
+        super().__init__(_exit_code)
         self.is_raised.set()
 
 
-def leave() -> NoReturn:
-    """Raise SystemExit(143), in the main thread too, and end the process by force if its exit hangs.
+def _leave(exit_code: int) -> NoReturn:
+    """Raise SystemExit, in the main thread too, and end the process by force if its exit hangs.
 
     A process group may wait at exit for ranks that are gone, and a main thread for what the training returns.
     """
-    global _is_leaving
+    global _is_leaving, _exit_code
+    _exit_code = exit_code
     main = threading.main_thread()
     trains_in_main = threading.current_thread() is main
     if not trains_in_main and not main.is_alive():
@@ -69,7 +72,7 @@ def leave() -> NoReturn:
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(main.ident), ctypes.py_object(_LeftError))
     trained = threading.current_thread()
     threading.Thread(target=_end_what_hangs, args=(trained,), name="keepstep-leave", daemon=True).start()
-    raise SystemExit(names.JUST_IN_TIME_EXIT_CODE)
+    raise SystemExit(exit_code)
 
 
 def _end_what_hangs(trained: threading.Thread) -> None:
@@ -93,7 +96,7 @@ def _end_now() -> NoReturn:
     logging.shutdown()
     sys.stderr.flush()
     sys.stdout.flush()
-    os._exit(names.JUST_IN_TIME_EXIT_CODE)
+    os._exit(_exit_code)
 
 
 _log: Final = logging.getLogger("keepstep")
@@ -154,7 +157,7 @@ class _SaveNotes:
 
 
 class Session:
-    """The connection of one process. `stopping`: the just-in-time save is made. Raises VolumeError.
+    """The connection of one process. Raises VolumeError.
 
     It handles SIGTERM until `close`, or after `leave` until the process ends.
     """
@@ -162,6 +165,13 @@ class Session:
     def __init__(self, settings: Settings, *, rank0_only: bool = False) -> None:
         self.settings = settings
         self.stopping = False
+        """Whether the just-in-time save is made, or lost twice: leave."""
+        self.just_in_time_losses = 0
+        """How many just-in-time saves are lost."""
+        self._step = -1
+        """Where training last asked what to do."""
+        self._stored_step = 0
+        """What the agent has or will find, without one what is in its place; else the step that training began with."""
         self._rank0_only = rank0_only
         self._asked = False
         self._left = False
@@ -202,10 +212,24 @@ class Session:
         """Return what all ranks must do at this position. If the agent is back, announce what it missed."""
         action = (self._context or self.context()).gate.at(step, tick)
         self._steps.tell(step)
-        self._asked = True
+        self._asked, self._step = True, step
         if self._unannounced is not None and action is not Action.SAVE_AND_EXIT and self.agent.is_back():
             self.announce_missed()
         return action
+
+    def note_stored(self, step: int) -> None:
+        """Note that what training did until `step` is not lost if it leaves now: it began there, or that is stored."""
+        self._stored_step = step
+
+    def note_loss(self, kind: Kind) -> None:
+        """Note on all ranks that a save is lost. After a just-in-time one, make room for another try; there is one."""
+        if kind is not Kind.JUST_IN_TIME:
+            return
+        self.just_in_time_losses += 1
+        if self.just_in_time_losses >= _JUST_IN_TIME_TRIES:
+            self.stopping = True
+        elif self.context().leads_pod:
+            self.context().local.make_room(stored=self.agent.newest_stored_save())
 
     def request_save(self) -> None:
         """Ask all ranks to save at the next position that they can agree on."""
@@ -273,10 +297,10 @@ class Session:
         with claimed(self._lock, path.relative_to(volume).as_posix()):
             yield
 
-    def announce(self, record: Record, path: Path) -> bool:
+    def announce(self, record: Record, path: Path) -> bool | None:
         """Announce a checkpoint that all ranks have written and this pod's first rank has recorded.
 
-        Returns whether the agent has taken it over.
+        Returns whether the agent has taken it over; None if none answers, which finds the record when it starts.
         """
         self.tell_notice()
         with self._announcing:
@@ -357,28 +381,39 @@ class Session:
         """Install the SIGTERM handler again after a framework has installed its own."""
         self._sigterm.take_again()
 
-    def close(self) -> None:
+    def close(self, *, ended: bool = True) -> None:
         """End the session: tell the agent what it missed, and stop handling SIGTERM.
 
-        Idempotent; does nothing after `leave`.
+        Idempotent; does nothing after `leave`. `ended`: the training has; else it goes on unprotected.
         """
         if not self._left:
-            self._end()
+            self._end(ended=ended)
             self._sigterm.close()
 
     def leave(self) -> NoReturn:
-        """Leave after a just-in-time save: as `close`, but SIGTERM is ignored from then on. Raises SystemExit(143)."""
+        """Leave for a termination notice: as `close`, but SIGTERM is ignored from then on.
+
+        Raises SystemExit: with 143 if the step that training is at is stored as far as this process knows, else with
+        75. This is the one place that decides it.
+        """
+        is_stored = self._step <= self._stored_step
         if not self._left:
             self.stopping = True
-            self._end()
+            if not is_stored:
+                _log.warning(
+                    "leaving at step %d, which is not stored: the steps after %d are lost",
+                    self._step,
+                    self._stored_step,
+                )
+            self._end(ended=is_stored)
             self._left = True
         # Every time: on its way out, a framework may have put back the handler that it had found.
         self._sigterm.hold()
-        leave()
+        _leave(names.JUST_IN_TIME_EXIT_CODE if is_stored else names.NOT_DURABLE_EXIT_CODE)
 
-    def _end(self) -> None:
+    def _end(self, *, ended: bool) -> None:
         # What the program does from now on has no steps, and may take long.
-        self._steps.close()
+        self._steps.close(ended=ended)
         self.tell_notice()
         self.announce_missed()
         if self.stopping:
@@ -387,7 +422,7 @@ class Session:
             self._context.gate.close()
             self._context.coordinator.close()
 
-    def _announce(self, record: Record, path: Path, *, urgent: bool) -> bool:
+    def _announce(self, record: Record, path: Path, *, urgent: bool) -> bool | None:
         # The world size of the ranks that write it: one pod may hold a whole checkpoint.
         ranks = replace(self.context().coordinator.ranks, world_size=record.world_size)
         # A checkpoint that is one file has no names of files. Of a name that is no text the agent says what is wrong.

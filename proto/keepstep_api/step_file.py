@@ -1,8 +1,9 @@
 """The step file: 32 bytes in which a rank says how far it is, without a call to the agent.
 
 `<volume>/.keepstep/ranks/<local rank>.step` has one line: the step, a space and the unix time in seconds, padded with
-spaces. A rank writes it over and over, at most about once a second, and empties it when it no longer trains. A torn
-read is possible and harmless: the file is read again a moment later.
+spaces. A rank writes it over and over, at most about once a second, and empties it when it no longer trains. What the
+file of a dead process says is the step at which its training was cut short. A torn read is possible and harmless: the
+file is read again a moment later.
 """
 
 import re

@@ -35,7 +35,7 @@ def tell_of_saves() -> None:
         say(f"begun {begun.step} {begun.save}")
         return begun
 
-    def announce_aloud(self: Agent, **named: Any) -> bool:
+    def announce_aloud(self: Agent, **named: Any) -> bool | None:
         announced = announce(self, **named)
         if announced:
             say(f"acknowledged {named['step']} {named['save']}")

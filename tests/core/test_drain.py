@@ -44,7 +44,7 @@ def test_with_time_enough_the_last_save_gets_out_whatever_the_order_of_the_news(
         play.now += 0.5
     play.finish(seconds_each=0.2)
     assert play.phase("last") is Phase.RELEASED
-    assert play.exit == Exit(code=0, lost=())
+    assert play.exit == Exit(code=0, lost=(), stopped=True)
 
 
 @pytest.mark.parametrize("order", _orders(), ids="-".join)

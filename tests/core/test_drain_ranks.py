@@ -22,7 +22,7 @@ def test_a_live_rank_is_waited_for_until_it_has_announced_its_last_save() -> Non
     assert play.exit is None
     play.announce("last", kind=Kind.JUST_IN_TIME, rank=1, world_size=2, local_world_size=2)
     play.finish()
-    assert play.exit == Exit(code=0, lost=())
+    assert play.exit == Exit(code=0, lost=(), stopped=True)
 
 
 def test_a_rank_that_announced_and_left_does_not_stand_for_one_that_did_not() -> None:
@@ -85,7 +85,7 @@ def test_the_last_save_of_an_end_that_did_not_come_is_not_that_of_the_next() -> 
     assert play.exit is None, "a living trainer owes its save"
     play.announce("last", kind=Kind.JUST_IN_TIME)
     play.finish()
-    assert play.exit == Exit(code=0, lost=())
+    assert play.exit == Exit(code=0, lost=(), stopped=True)
 
 
 def _register(play: Play, ranks: dict[int, int]) -> None:
@@ -160,7 +160,7 @@ def test_ranks_that_have_nothing_to_announce_because_one_writes_for_all_are_not_
     stop(play)
     play.announce("last", kind=Kind.JUST_IN_TIME)
     play.finish()
-    assert play.exit == Exit(code=0, lost=())
+    assert play.exit == Exit(code=0, lost=(), stopped=True)
 
 
 def test_a_save_that_is_announced_after_the_last_one_does_not_take_its_place() -> None:
@@ -174,7 +174,7 @@ def test_a_save_that_is_announced_after_the_last_one_does_not_take_its_place() -
     play.announce("before")
     play.answer(WorkId(Operation.STAGE, "last", 0))
     play.finish()
-    assert play.exit == Exit(code=0, lost=())
+    assert play.exit == Exit(code=0, lost=(), stopped=True)
 
 
 def test_who_goes_on_after_a_final_save_owes_another_one() -> None:

@@ -108,8 +108,8 @@ class Agent:
         files: Sequence[str] = (),
         others: Sequence[str] = (),
         output: str = "",
-    ) -> bool:
-        """Announce a checkpoint; return whether the agent has taken it over.
+    ) -> bool | None:
+        """Announce a checkpoint; return whether the agent has taken it over, or None if there is none that answers.
 
         `files`: those of the save, relative to `path`, the same on all ranks of the pod; empty: everything in it.
         `others`: files of the program's own in it, which it may write to again; only with `files`, and at most
@@ -118,23 +118,30 @@ class Agent:
         """
 
         def announce(channel: "Channel") -> bool:
-            channel.announce(
-                path=path,
-                step=step,
-                kind=kind,
-                save=save,
-                ranks=ranks,
-                stall_seconds=stall_seconds,
-                units=units,
-                urgent=urgent,
-                files=files,
-                others=others,
-                output=output,
-            )
+            try:
+                channel.announce(
+                    path=path,
+                    step=step,
+                    kind=kind,
+                    save=save,
+                    ranks=ranks,
+                    stall_seconds=stall_seconds,
+                    units=units,
+                    urgent=urgent,
+                    files=files,
+                    others=others,
+                    output=output,
+                )
+            except AgentError as error:
+                if error.kind is not ErrorKind.AGENT_REFUSED:
+                    raise
+                self._failed(error)
+                return False
             return True
 
-        if not self._call(announce):
-            return False
+        announced = self._call(announce)
+        if not announced:
+            return announced
         # The agent may have been restarted, and a rank that does not lead its pod calls no `begin_save`.
         self._register()
         return True
@@ -167,6 +174,11 @@ class Agent:
             return None
         rate = status.upload_rate_bytes_per_second
         return float(status.deadline - time.time() - (size_bytes / rate if rate else 0.0))
+
+    def newest_stored_save(self) -> str:
+        """Return the id of the newest committed save; empty if there is none, or no agent that answers."""
+        status = self._call(lambda channel: channel.status())
+        return "" if status is None else str(status.newest_committed.save)
 
     def _call(self, call: Callable[["Channel"], _Answer]) -> _Answer | None:
         """Return what `call` returns; None when there is no agent or it does not answer."""

@@ -3,6 +3,7 @@
 Costs a step a look at the clock, and once a second one write of fixed size. Nothing here raises.
 """
 
+import atexit
 import logging
 import os
 import time
@@ -24,6 +25,7 @@ class StepFile:
         """`path`: None if nobody reads it. What an earlier process wrote is void."""
         self._descriptor = -1
         self._write_at = 0.0
+        self._step: int | None = None
         if path is None or not HAS_AGENTS:
             return
         try:
@@ -31,12 +33,18 @@ class StepFile:
         except OSError as error:
             _log.debug("steps are not told: path=%s error=%s", path, error)
 
+        # Of a process that ends in the midst of training, the agent is to know where.
+        atexit.register(self.close, ended=False)
+
     def tell(self, step: int) -> None:
         """Say that this rank is at `step` and alive, unless it was said less than a second ago."""
         now = time.monotonic()
-        if now < self._write_at:
-            return
-        self._write_at = now + _BETWEEN_WRITES_SECONDS
+        self._step = step
+        if now >= self._write_at:
+            self._write_at = now + _BETWEEN_WRITES_SECONDS
+            self._write(step)
+
+    def _write(self, step: int) -> None:
         if self._descriptor < 0:
             return
         try:
@@ -47,13 +55,17 @@ class StepFile:
             # A full volume, a step that is no number: training has its own ways to meet that.
             _log.debug("step not told: step=%s error=%s", step, error)
 
-    def close(self) -> None:
-        """Say that this process no longer trains. Idempotent."""
+    def close(self, *, ended: bool) -> None:
+        """Say that this process no longer trains, or that it has ended without a save of its step. Idempotent."""
+        if not ended and self._step is not None:
+            self._write(self._step)
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor < 0:
             return
+        atexit.unregister(self.close)
         try:
-            os.ftruncate(descriptor, 0)
+            if ended:
+                os.ftruncate(descriptor, 0)
         except OSError as error:
             _log.debug("end of the steps not told: error=%s", error)
         finally:

@@ -244,6 +244,26 @@ class LocalCheckpoints:
             if not (keep_restored and record.committed):
                 self._remove(record)
 
+    def make_room(self, *, stored: str) -> None:
+        """Delete the checkpoints that are stored elsewhere too: `stored`, a save's id, and what it has superseded.
+
+        For a last save that does not fit. Says what it deletes.
+        """
+        records = read_records(self.records)
+        newest = next((record for record in records if record.save == stored), None)
+        for record in records:
+            is_superseded = (
+                newest is not None and record.belongs_to == newest.belongs_to and record.order <= newest.order
+            )
+            if not (record.committed or is_superseded):
+                continue
+            try:
+                self._remove(record)
+            except OSError as error:
+                _log.warning("an older checkpoint is not deleted: path=%s error=%s", self.place(record), error)
+            else:
+                _log.warning("deleted to make room, it is stored: path=%s", self.place(record))
+
     def drop_older_links(self, newest: Path, outside: Path, *, spared: Path | None) -> None:
         """Delete the checkpoints beside `newest` whose originals the program has deleted `outside`, but not `spared`.
 

@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Final, NoReturn, TypeVar
 
 from keepstep.asynchronous_saves.background_writer import BackgroundSave, BackgroundWriter
 from keepstep.asynchronous_saves.save_functions import handing_in
-from keepstep.autoload.post_import import warn
+from keepstep.autoload.post_import import reason, warn
 from keepstep.checkpoints.links import break_links, link_tree, put_beside
 from keepstep.checkpoints.records import Kind, Record, read_records
 from keepstep.checkpoints.trainings import is_taken
@@ -195,6 +195,25 @@ class FrameworkRun:
         action = self._unless_given_up(lambda: self._session.action_at(step, tick), otherwise=Action.NOTHING)
         self._exit_asked |= action is Action.SAVE_AND_EXIT
         return action
+
+    def begins_at(self, step: int) -> None:
+        """Note that training begins, or goes on, with the state of this step, which the program has loaded."""
+        self._session.note_stored(step)
+
+    def save_unasked(self, step: int, save: Callable[[], object]) -> None:
+        """Have `save` save and announce a checkpoint that the program does not know of.
+
+        An error costs the checkpoint alone, and is said. A just-in-time save that is lost is tried once more, when the
+        session has made room for it.
+        """
+        while True:  # ends: after the second loss the session stops
+            losses = self._session.just_in_time_losses
+            try:
+                save()
+            except Exception as error:
+                _log.warning("checkpoint lost: step=%d error=%s", step, reason(error))
+            if self._session.stopping or self._session.just_in_time_losses == losses:
+                return
 
     def admits(self, step: int) -> bool:
         """Return whether the agents have room for the periodic checkpoint that is due at `step`."""
@@ -634,7 +653,7 @@ class FrameworkRun:
         return chosen
 
     def leave(self) -> NoReturn:
-        """Leave after a just-in-time save: wait for running writes and for the other ranks, then exit with 143."""
+        """Wait for running writes and for the other ranks, then leave for a termination notice, as the session does."""
         self._shut()
         self._session.leave()
 
@@ -689,5 +708,5 @@ class FrameworkRun:
         except KeepstepError as error:
             self._given_up = True
             _log.warning("not protected: error=%s hint=%s", error, error.hint)
-            self._session.close()
+            self._session.close(ended=False)
             return otherwise

@@ -17,7 +17,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
 
-from keepstep.autoload.post_import import reason
 from keepstep.checkpoints.local_checkpoints import next_name
 from keepstep.errors import KeepstepError
 from keepstep.framework_run import FrameworkRun
@@ -183,7 +182,7 @@ class _Loop:
         if action is Action.NOTHING:
             return
         if self._place_step != step or not run.last_is_stored:
-            self._save_now(run, step)
+            run.save_unasked(step, functools.partial(self._save_now, run, step))
         if action is Action.SAVE_AND_EXIT:
             run.leave()
 
@@ -216,23 +215,10 @@ class _Loop:
         return self._run if acts else None
 
     def _save_now(self, run: FrameworkRun, step: int) -> None:
-        path = self._next_place(run, step)
-        try:
-            write = functools.partial(self._write, **self._arguments)
-            if not run.save(
-                path,
-                step,
-                write,
-                asynchronous=False,
-                program_folder=True,
-                program_files_of=self._place,
-            ):
-                return
+        path, write = self._next_place(run, step), functools.partial(self._write, **self._arguments)
+        if run.save(path, step, write, asynchronous=False, program_folder=True, program_files_of=self._place):
             run.announce()
-        except Exception as error:
-            _log.warning("checkpoint lost: step=%d error=%s", step, reason(error))
-            return
-        self._place, self._place_step = path, step
+            self._place, self._place_step = path, step
 
     def _write(self, path: Path, *arguments: Any, **named: Any) -> None:
         """Save to exactly this path, and let Accelerate count it."""
@@ -276,6 +262,7 @@ class _Loop:
         self._stepped.clear()
         step = None if path is None else run.recorded_step(path)
         self._counted = step or 0
+        run.begins_at(self.step)
         if path is None or step is None:
             return
         self._place_step = self.step

@@ -164,6 +164,8 @@ class _Training:
             # Programs read the step from it.
             path = str(newest.place / Path(path).relative_to(newest.directory))
         self._asked_step = None
+        if self._acts:
+            self.run.begins_at(self.step)
         if newest is not None:
             self._place, self._place_step = newest.place, self.step
         if path is not None:
@@ -185,7 +187,7 @@ class _Training:
         if action is Action.NOTHING:
             return
         if self._place_step != step or not self.run.last_is_stored:
-            self._save_now(step)
+            self.run.save_unasked(step, functools.partial(self._save_now, step))
         if action is Action.SAVE_AND_EXIT:
             self.run.leave()
 
@@ -234,8 +236,6 @@ class _Training:
         self._saves_now = True
         try:
             self._engine.save_checkpoint(str(directory), tag, client_state)
-        except Exception as error:
-            _log.warning("checkpoint lost: step=%d error=%s", step, reason(error))
         finally:
             self._saves_now = False
 

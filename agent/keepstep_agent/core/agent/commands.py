@@ -196,10 +196,15 @@ class CancelTermination:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exit:
-    """End the agent. `lost` has one line for each checkpoint that is neither durable nor shed, and where it lies."""
+    """End the agent.
+
+    `lost` has one line for each checkpoint that is neither durable nor shed, and where it lies, and one for each other
+    thing that is not stored. `stopped`: the trainers left after a just-in-time save, which is durable.
+    """
 
     code: int
     lost: tuple[str, ...]
+    stopped: bool = False
 
 
 WorkCommand = (

@@ -228,6 +228,24 @@ def _exit(state: State) -> Exit:
     newest = {(one.info.is_snapshot, one.info.output_key): one for one in state.checkpoints.values()}
     # Checkpoints of earlier agents count too: the journal keeps the newest one.
     nothing_found = () if newest or not state.termination.nothing_found else (state.termination.nothing_found,)
-    not_stored = (*state.not_stored, *nothing_found)
+    not_stored = (*_unsaved(state), *state.not_stored, *nothing_found)
     durable = all(checkpoint.durable for checkpoint in newest.values()) and not not_stored
-    return Exit(code=0 if durable else NOT_DURABLE_EXIT_CODE, lost=(*lost, *not_stored))
+    stopped = any(checkpoint.info.kind is Kind.JUST_IN_TIME for checkpoint in _last_saves(state))
+    return Exit(code=0 if durable else NOT_DURABLE_EXIT_CODE, lost=(*lost, *not_stored), stopped=durable and stopped)
+
+
+def _unsaved(state: State) -> Iterator[str]:
+    """Say which step the trainers were asked to save and did not, as far as they told it."""
+    if not state.termination.noticed or any(_last_saves(state)):
+        return
+    living, cut_short_at = state.progress.newest, state.termination.cut_short_at
+    step = max(-1 if living is None else living.step, -1 if cut_short_at is None else cut_short_at)
+    saved = (one.info.step for one in reversed(state.checkpoints.values()) if _is_save(one))
+    newest = next(saved, None)
+    if step > (-1 if newest is None else newest):
+        since = "none is" if newest is None else f"the newest is step {newest}"
+        yield f"step {step}: the trainers were asked to save it and did not; of what was announced, {since}"
+
+
+def _is_save(checkpoint: Checkpoint) -> bool:
+    return not checkpoint.info.is_snapshot and checkpoint.phase not in LOST_PHASES

@@ -267,9 +267,14 @@ class StopRequested(_Happened):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RanksSeen(_Happened):
-    """Which local ranks are alive, by their locks and open streams."""
+    """Which local ranks are alive, by their locks and open streams.
+
+    `cut_short_at`: the step at which a rank was that is gone since the last look and had not ended its training; None
+    if there is no such rank.
+    """
 
     alive: frozenset[int]
+    cut_short_at: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

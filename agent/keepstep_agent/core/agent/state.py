@@ -94,6 +94,8 @@ class Termination:
     first_sequence: int = 0
     # The largest number of local ranks alive at once since the notice. Each of them owes a last save.
     most_alive: int = 0
+    # The greatest step at which a rank died since the notice, which was to save it.
+    cut_short_at: int | None = None
     stop_requested_at: float | None = None
     trainers_gone: bool = False
     # For people, if the agent was told to stop and found nothing of this run: true unless something is announced.

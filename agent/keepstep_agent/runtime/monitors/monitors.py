@@ -210,7 +210,9 @@ class Monitors:
                 await self._recover_unannounced()
             elif not alive:
                 self._clients_gone.set()
-            await self._engine.submit(RanksSeen(at=self._clock.now(), alive=alive))
+            gone = self._engine.state.alive_ranks - alive
+            cut_short_at = await self._run(self._live_ranks.cut_short_at, gone) if gone else None
+            await self._engine.submit(RanksSeen(at=self._clock.now(), alive=alive, cut_short_at=cut_short_at))
         await self._steps.take(look)
 
     async def look_at_disk(self) -> None:
@@ -319,13 +321,17 @@ class Monitors:
                 limit_seconds=self._seconds_to_look_around(),
             )
         await self._recover_unannounced()
-        nothing_found = ""
         # Not before the recovery: an agent that was just restarted has announced nothing yet.
-        if self._mirror is not None and not await self._unannounced.has_found_any():
-            nothing_found = await self._mirror.nothing_found()
+        nothing_found = await self._nothing_found(trainers_gone=trainers_gone)
         await self._engine.submit(
             StopRequested(at=self._clock.now(), trainers_gone=trainers_gone, nothing_found=nothing_found)
         )
+
+    async def _nothing_found(self, *, trainers_gone: bool) -> str:
+        """Return a line for people if the program has ended and nothing of this run is stored; else ""."""
+        if self._mirror is None or not trainers_gone or await self._unannounced.has_found_any():
+            return ""
+        return await self._mirror.nothing_found()
 
     async def _recover_unannounced(self) -> None:
         """Announce unannounced checkpoints in half of the time that is left, because they must still be sent."""

@@ -86,6 +86,14 @@ class LiveRanks:
             age_seconds=max(0.0, now_unix - newest.at_unix) if newest else 0.0,
         )
 
+    def cut_short_at(self, gone: frozenset[int]) -> int | None:
+        """Return the greatest step at which one of these dead ranks was; None if all had ended their training. Blocks.
+
+        A rank empties its step file when it ends its training, or leaves after a save.
+        """
+        steps = [record.step for rank in gone if (record := self._locks.step(rank)) is not None]
+        return max(steps, default=None)
+
     def request_save(self, signal: SaveSignal) -> None:
         for stream in self._streams:
             if stream.requests.full():

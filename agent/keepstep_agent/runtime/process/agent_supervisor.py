@@ -15,7 +15,7 @@ from typing import Final
 import structlog
 
 from keepstep_agent.core.errors import ErrorKind, KeepstepError
-from keepstep_api.names import NOT_DURABLE_EXIT_CODE
+from keepstep_agent.core.policies.run_exit import Drained
 
 
 def exit_code(returncode: int) -> int:
@@ -37,7 +37,7 @@ _DELIVERY_PAUSE_SECONDS: Final = 0.5
 _LISTEN_SECONDS: Final = 1.0
 _LEAST_GRACE_SECONDS: Final = 0.1
 _END_MARGIN_SECONDS: Final = 5.0
-_ORDERLY: Final = frozenset({0, NOT_DURABLE_EXIT_CODE})
+_ORDERLY: Final = frozenset(Drained)
 _NEVER_BORN: Final = 71
 """EX_OSERR: the process could not even be forked."""
 
@@ -121,11 +121,11 @@ class AgentSupervisor:
         """Tell the agent that the machine is going away: at once, or as soon as an agent runs again."""
         self._enqueue(_Message(source=source, deadline=asyncio.get_running_loop().time() + self._grace_seconds))
 
-    async def drain(self, *, failed_at: float) -> int:
+    async def drain(self, *, failed_at: float) -> Drained:
         """Wait, after the program's end, until an agent has made durable what it can.
 
         `failed_at`: when the program ended, in unix seconds, if a signal or an error ended it; else 0.
-        Returns 0 if everything is durable, else 75.
+        Returns what the last agent said.
         """
         assert self._keeping is not None
         self._failed_at = failed_at
@@ -136,8 +136,8 @@ class AgentSupervisor:
         except Exception:
             # A failure of the supervisor must not hide the program's own exit code.
             log.exception("run.keeping_failed")
-            return NOT_DURABLE_EXIT_CODE
-        return 0 if code == 0 else NOT_DURABLE_EXIT_CODE
+            return Drained.NOT_STORED
+        return Drained(code) if code in _ORDERLY else Drained.NOT_STORED
 
     async def end(self) -> None:
         """End the agent when no program runs: SIGTERM, then SIGKILL after the grace period and a margin."""
@@ -179,7 +179,7 @@ class AgentSupervisor:
             log.warning("run.agent_died", code=code, restart=deaths.count, pause_seconds=pause_seconds)
             if self._draining.is_set() and deaths.count >= _DEATHS_WHILE_DRAINING:
                 log.error("run.agent_given_up", deaths=deaths.count)
-                return code or NOT_DURABLE_EXIT_CODE
+                return code or Drained.NOT_STORED
             await self._pause(pause_seconds)
             if self._draining.is_set():
                 self._say_program_ended()

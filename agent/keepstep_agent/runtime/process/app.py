@@ -10,6 +10,7 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Final
 
@@ -25,6 +26,7 @@ from keepstep_agent.adapters.volume.staging_area import LocalStagingArea
 from keepstep_agent.core.agent import drain
 from keepstep_agent.core.agent.commands import Command, Exit
 from keepstep_agent.core.agent.events import Exited, Started
+from keepstep_agent.core.policies.run_exit import Drained
 from keepstep_agent.core.settings.values import Settings
 from keepstep_agent.ports import Clock
 from keepstep_agent.restore.run_lease import lease_of_run
@@ -113,8 +115,9 @@ async def live(
     news: KubernetesEvents | None,
     boost: WorkloadBoost | None,
     lease: LeaseRenewer | None,
+    exit_code_of: Callable[[Exit], int],
 ) -> int:
-    """Run everything that lives as long as the agent; return the exit code of the core's Exit."""
+    """Run everything that lives as long as the agent; return the exit code."""
     async with asyncio.TaskGroup() as tasks:
 
         def dispatch(command: Command) -> None:
@@ -123,7 +126,8 @@ async def live(
         deciding = tasks.create_task(engine.run(dispatch))
         monitor_threads = [tasks.create_task(_kept_going(one)) for one in forever]
         exit_command = await leaving
-        _bound_the_closing(exit_command.code)
+        code = exit_code_of(exit_command)
+        _bound_the_closing(code)
         # Before anything is closed, because closing takes time and SIGKILL may be near.
         _say_goodbye(exit_command)
         for task in (deciding, *monitor_threads):
@@ -139,7 +143,11 @@ async def live(
             tasks.create_task(boost.last_words())
         if lease is not None:
             tasks.create_task(lease.last_words())
-    return exit_command.code
+    return code
+
+
+def _code_for_runner(command: Exit) -> int:
+    return Drained.STOPPED if command.stopped else command.code
 
 
 async def _kept_going(work: Forever) -> None:
@@ -321,7 +329,11 @@ async def run_agent(settings: Settings, *, fresh: bool = False, parent_pid: int 
             forever += [news.tell, lambda: news.watch_restore(fetches.progress)]
         # Not only with the first upload: a trainer may wait for it, or the grace period may be running.
         store.prepare()
-        return await live(engine, dispatcher, clock, forever, leaving, monitors, ledger, news, boost, lease)
+        # In a pod nobody but people reads the code.
+        exit_code_of = attrgetter("code") if parent_pid is None else _code_for_runner
+        return await live(
+            engine, dispatcher, clock, forever, leaving, monitors, ledger, news, boost, lease, exit_code_of
+        )
 
 
 async def _obey(signals: "asyncio.Queue[str]", monitors: Monitors) -> None:

@@ -27,10 +27,11 @@ from keepstep_agent.adapters.liveness import RankLocks
 from keepstep_agent.adapters.volume.shared_folders import open_state_directory
 from keepstep_agent.core.errors import ErrorKind, KeepstepError
 from keepstep_agent.core.limits import RECORD_BYTES
+from keepstep_agent.core.policies.run_exit import Drained, run_exit_code
 from keepstep_agent.core.settings.values import Settings
 from keepstep_agent.runtime.process.agent_supervisor import AgentSupervisor, Notify, exit_code
 from keepstep_agent.runtime.process.autoload_check import AutoloadCheck
-from keepstep_api.names import ENV_RESUME, JUST_IN_TIME_EXIT_CODE, RESUMED
+from keepstep_api.names import ENV_RESUME, JUST_IN_TIME_EXIT_CODE, NOT_DURABLE_EXIT_CODE, RESUMED
 
 _RESTORE_END_SECONDS: Final = 10.0
 _BETWEEN_QUESTIONS_SECONDS: Final = 2.0
@@ -93,13 +94,9 @@ class Runner:
         self._interrupted: asyncio.Future[signal.Signals] = asyncio.get_running_loop().create_future()
 
     async def run(self) -> int:
-        """Return the exit code: the program's own, or 75 if its newest checkpoint is not durable.
+        """Return the exit code, as `run_exit_code` derives it.
 
-        A program that was ended because it was stuck has the code that the settings say. One that failed by itself
-        keeps its code. One that was told to stop, or that left after a just-in-time
-        save, did not: then 75 says that this save is not stored, and 143 that all is. Launchers that are told to stop
-        have codes of their own for it, torchrun 1 or 134. If the restore fails or a signal comes before the program
-        runs, the exit code says that instead.
+        If the restore fails or a signal comes before the program runs, the exit code says that instead.
         """
         self._listen()
         self._agent.load()
@@ -116,15 +113,16 @@ class Runner:
         assert self._program is not None
         # Before anything else, because files are judged by their age at that time.
         ended_at = time.time()
-        has_failed = self._program.returncode not in (0, JUST_IN_TIME_EXIT_CODE)
-        agent_code = await self._agent.drain(failed_at=ended_at if has_failed else 0.0)
-        if agent_code:
-            log.error("run.not_durable", agent_code=agent_code, program_code=code)
-        if self._ended_stuck:
-            return self._settings.progress.stuck_exit_code
-        if code not in (0, JUST_IN_TIME_EXIT_CODE) and not self._noticed:
-            return code
-        return agent_code or (JUST_IN_TIME_EXIT_CODE if code else 0)
+        has_failed = self._program.returncode not in (0, JUST_IN_TIME_EXIT_CODE, NOT_DURABLE_EXIT_CODE)
+        drained = await self._agent.drain(failed_at=ended_at if has_failed else 0.0)
+        if drained is Drained.NOT_STORED:
+            log.error("run.not_durable", program_code=code)
+        return run_exit_code(
+            program_code=code,
+            drained=drained,
+            noticed=self._noticed,
+            stuck_code=self._settings.progress.stuck_exit_code if self._ended_stuck else 0,
+        )
 
     def _listen(self) -> None:
         loop = asyncio.get_running_loop()

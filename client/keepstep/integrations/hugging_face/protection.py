@@ -106,6 +106,7 @@ class Protection(TrainerCallback):  # type: ignore[misc]  # transformers may not
                 self._resumed,
             )
         self._saved_step = self._step
+        self._run.begins_at(self._step)
         control = (self._trainer.state.stateful_callbacks or {}).get("TrainerControl", {})
         due = control.get("args", {}).get("should_evaluate", False)
         self._evaluation_owed = due and _evaluation_strategy(self._trainer.args) != "no"
@@ -158,7 +159,7 @@ class Protection(TrainerCallback):  # type: ignore[misc]  # transformers may not
         self._announce()
         if self._save_asked:
             self._save_asked = False
-            self._save_unasked()
+            run.save_unasked(self._step, self._save)
         if self._is_last or control.should_training_stop:
             # What follows loads the best checkpoint, and deletes some.
             run.wait()
@@ -203,7 +204,7 @@ class Protection(TrainerCallback):  # type: ignore[misc]  # transformers may not
             kind = Kind.FINAL if self._is_last else None
             run.announce(kind, then=lambda _: self._rotate(directory) if self._asynchronous(run) else None)
             if self._is_last and not run.last_is_stored:
-                self._save_unasked()
+                run.save_unasked(self._step, self._save)
 
     def _begin(self) -> FrameworkRun | None:
         """Return the run; None when this training is not protected."""
@@ -332,15 +333,8 @@ class Protection(TrainerCallback):  # type: ignore[misc]  # transformers may not
             # Of several data sets, the first ones may be evaluated already. The resumed run evaluates them again.
             state.log_history = [entry for entry in state.log_history if not _is_evaluation(entry, self._step)]
         # If it is lost, this is the best that remains: all ranks leave, and the checkpoint before this one is there.
-        self._save_unasked()
+        run.save_unasked(self._step, self._save)
         self._leave(run)
-
-    def _save_unasked(self) -> None:
-        """Save, where the program does not know of it: an error costs the checkpoint alone."""
-        try:
-            self._save()
-        except Exception as error:
-            _log.warning("checkpoint lost: step=%d error=%s", self._step, reason(error))
 
     def _save(self) -> None:
         """Save all of this step, unless that is saved already: an agent may be uploading those files.

@@ -119,6 +119,8 @@ class Protection:
         # Not earlier: a LearningRateFinder trains for trial, and saves, before this hook.
         self._training = self._run is not None
         self._steps_done = trainer.global_step
+        if self._run is not None:
+            self._run.begins_at(trainer.global_step)
         if self._training:
             contents.leave_step_saved(trainer)
         if self._training and self._run is not None and self._resumed_name:
@@ -340,8 +342,12 @@ class Protection:
             # Stopped again before the next step: the checkpoint that it resumed from must not be overwritten.
             name = f"{_OWN}{trainer.global_step}-v1.ckpt"
         self._visiting = True
-        trainer.save_checkpoint(self._own_directory(trainer) / name)
+        save = functools.partial(trainer.save_checkpoint, self._own_directory(trainer) / name)
+        if self._run is not None:
+            self._run.save_unasked(trainer.global_step, save)
         self._visiting = False
+        # If it is lost, all ranks leave all the same: the checkpoint before this one is there.
+        self._leaving |= self._exit_asked
         self._leave_in_time()
 
     def _leave_in_time(self) -> None:
