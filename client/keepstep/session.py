@@ -189,7 +189,7 @@ class Session:
         worker_processes.install()
         self.agent = Agent(settings.socket, ranks=settings.ranks, holds_liveness_lock=self._holds_liveness_lock)
         # Late, so that a failure above leaves the SIGTERM handler as it was.
-        self._sigterm = Sigterm()
+        self._sigterm = Sigterm(takes_interrupts=settings.in_pod)
         outlive_parent()
 
     def context(self) -> RankContext:

@@ -29,7 +29,8 @@ class Settings:
 
     `lazy`: nothing was restored before this program, and the agent brings what it asks for. `watched`: directories in
     which the agent of the pod stores the program's files by itself. `asynchronous`: whether checkpoints are written
-    while training continues; None if the environment leaves that to each framework's default.
+    while training continues; None if the environment leaves that to each framework's default. `in_pod`: this program is
+    a container of a pod, where nobody types Ctrl-C.
     """
 
     volume: Path
@@ -39,6 +40,7 @@ class Settings:
     lazy: bool = False
     watched: tuple[Path, ...] = ()
     asynchronous: bool | None = None
+    in_pod: bool = False
     ranks: Ranks = field(default_factory=Ranks)
 
     @property
@@ -106,6 +108,7 @@ def read_settings(
         lazy=environment.get(names.ENV_RESTORE) == names.LAZY,
         watched=tuple(map(Path, filter(None, environment.get(names.ENV_WATCHED, "").split(":")))),
         asynchronous=asynchronous,
+        in_pod=environment.get(names.ENV_START) == names.CONTAINER,
         socket=_absolute(socket) if socket else root / names.STATE_DIRECTORY / names.SOCKET,
     )
 

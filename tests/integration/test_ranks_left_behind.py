@@ -77,7 +77,7 @@ def test_a_rank_whose_launcher_was_killed_is_asked_to_save_and_leave(rclone_buck
     with launched(rclone_bucket, tmp_path, str(TRAINER), grace_seconds=600) as run:
         run.wait_steps(3)
         os.kill(launcher_pid(run), signal.SIGKILL)
-        assert run.wait() == 128 + signal.SIGKILL, run.output()
+        assert run.wait() == JUST_IN_TIME, run.output()
         assert committed_steps(rclone_bucket) == [run.steps()[-1][0]]
 
 
@@ -102,5 +102,5 @@ def test_no_notice_no_deadline_the_save_of_a_rank_left_behind_may_take_its_time(
         # It takes longer than the grace period.
         fault_proxy.throttle(500_000)
         os.kill(launcher_pid(run), signal.SIGKILL)
-        assert run.wait() == 128 + signal.SIGKILL, run.output()
+        assert run.wait() == JUST_IN_TIME, run.output()
         assert committed_steps(rclone_bucket) == [run.steps()[-1][0]]

@@ -1,9 +1,12 @@
-"""SIGTERM as a source of termination notices.
+"""Signals as a source of termination notices: SIGTERM, SIGHUP of a terminal that closes, SIGINT that ends a pod.
 
 A Python signal handler does not run while the main thread is inside C++, where a collective may keep it for seconds. So
 the wake-up descriptor, which is written at the C level, tells the gate's thread too. A training in another thread than
 the main one cannot install such a handler: it takes faulthandler's, which is in C and writes to our socket. Owns the
-process's SIGTERM handler until `close`, else until the process ends.
+process's handlers of these signals until `close`, else until the process ends.
+
+What ends the program may have ended the reader of its output too: `… | tee log`. So that no print keeps it from its
+save, the pipe gets a second reader, which never reads.
 """
 
 import atexit
@@ -11,24 +14,36 @@ import contextlib
 import faulthandler
 import functools
 import os
+import select
 import signal
 import socket
+import stat
 import threading
 import weakref
 from types import FrameType
-from typing import Any
+from typing import Any, Final
 
 from keepstep.operating_system import HAS_AGENTS
 
-_held_by_faulthandler = False
+_held_by_faulthandler: tuple[int, ...] = ()
+
+
+_OUTPUTS: Final = (1, 2)
+_PIPE_BYTES: Final = 1024 * 1024
+"""What the kernel gives any user: what is printed until the save must fit."""
 
 
 class Sigterm:
-    """Handles SIGTERM, on Linux alone, and records that it was received. One other thread may `wait` for it."""
+    """Handles SIGTERM, on Linux alone, and records that it was received. One other thread may `wait` for it.
 
-    def __init__(self) -> None:
+    SIGHUP counts as SIGTERM if the process would die of it. So does SIGINT with `takes_interrupts`.
+    """
+
+    def __init__(self, *, takes_interrupts: bool = False) -> None:
         self.held = False
-        """Whether SIGTERM is ignored."""
+        """Whether the signals are ignored."""
+        self._others: dict[int, Any] = {}
+        """The handlers before of the signals that count as SIGTERM."""
         self._received = False
         self._previous: Any = None
         self._installed = False
@@ -38,8 +53,17 @@ class Sigterm:
         self._wake_writer: socket.socket | None = None
         if not HAS_AGENTS:
             return
+        self._others = {
+            number: handler
+            for number, handler, is_taken in (
+                (signal.SIGHUP, signal.SIG_DFL, True),
+                (signal.SIGINT, signal.default_int_handler, takes_interrupts),
+            )
+            if is_taken and signal.getsignal(number) == handler
+        }
         if threading.current_thread() is threading.main_thread():
-            self._previous = signal.signal(signal.SIGTERM, self._handle)
+            self._previous = signal.getsignal(signal.SIGTERM)
+            self._install()
         else:
             self._by_faulthandler = True
             # Without a handler of the program's, the one before would end the process.
@@ -60,7 +84,11 @@ class Sigterm:
     def take_again(self) -> None:
         """Install this handler again, without chaining to the one that a framework installed over it."""
         if self._installed and not self._by_faulthandler and threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, self._handle)
+            self._install()
+
+    def _install(self) -> None:
+        for number in (signal.SIGTERM, *self._others):
+            signal.signal(number, self._handle)
 
     def watch_from_thread(self) -> None:
         """Let one other thread `wait`."""
@@ -101,7 +129,7 @@ class Sigterm:
         if self._by_faulthandler:
             if self._wake_writer is not None:
                 self._register(self._wake_writer, chain=False)
-            self.held = _held_by_faulthandler = True
+            self.held, _held_by_faulthandler = True, (signal.SIGTERM, *self._others)
         elif threading.current_thread() is threading.main_thread():
             self._sleep_no_more()
             self.held = True
@@ -117,6 +145,8 @@ class Sigterm:
         # It writes where the thread is that takes the signal, which the kernel lets the main thread do. To read the
         # frames of threads that run would end the process.
         faulthandler.register(signal.SIGTERM, writer.fileno(), all_threads=False, chain=chain)
+        for number in self._others:
+            faulthandler.register(number, writer.fileno(), all_threads=False, chain=False)
 
     def _open_socket(self) -> socket.socket:
         self._wake_reader, self._wake_writer = socket.socketpair()
@@ -126,15 +156,22 @@ class Sigterm:
 
     def _take_note(self, received: bytes) -> None:
         # Numbers of signals, or the text of faulthandler; zeros are of `wake`.
-        if signal.SIGTERM in received or (self._by_faulthandler and received.strip(b"\0")):
+        is_notice = any(number in received for number in (signal.SIGTERM, *self._others))
+        if is_notice or (self._by_faulthandler and received.strip(b"\0")):
+            self._receive()
+
+    def _receive(self) -> None:
+        if not self._received:
             self._received = True
+            _outlive_readers()
 
     def _handle(self, signal_number: int, frame: FrameType | None) -> None:
         if self.held:
             return
-        self._received = True
+        # Also if the wake-up descriptor was faster.
+        self._receive()
         self.wake()
-        if callable(self._previous):
+        if callable(self._previous) and signal_number == signal.SIGTERM:
             try:
                 self._previous(signal_number, frame)
             except SystemExit:
@@ -144,10 +181,13 @@ class Sigterm:
     def _restore(self) -> None:
         if self._by_faulthandler and self._installed:
             # First, as it would write to whatever has the number of the socket by then.
-            faulthandler.unregister(signal.SIGTERM)
+            for number in (signal.SIGTERM, *self._others):
+                faulthandler.unregister(number)
         self._sleep_no_more()
-        if self._installed and not self._by_faulthandler and signal.getsignal(signal.SIGTERM) == self._handle:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL if self._previous is None else self._previous)
+        if self._installed and not self._by_faulthandler:
+            for number, previous in {signal.SIGTERM: self._previous, **self._others}.items():
+                if signal.getsignal(number) == self._handle:
+                    signal.signal(number, signal.SIG_DFL if previous is None else previous)
         self._installed = False
 
     def _sleep_no_more(self) -> None:
@@ -174,8 +214,32 @@ def _hold_to_the_end() -> None:
     # At its end the interpreter resets a handler that is a Python function, and torch's own clean-up takes long after
     # that. SIG_IGN stays, but programs that are started from then on inherit it. So this is registered early, to be
     # called late.
-    sigterm = getattr(signal.getsignal(signal.SIGTERM), "__self__", None)
-    if _held_by_faulthandler:
-        faulthandler.unregister(signal.SIGTERM)
-    if _held_by_faulthandler or (isinstance(sigterm, Sigterm) and sigterm.held):
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT) if HAS_AGENTS else ():
+        sigterm = getattr(signal.getsignal(number), "__self__", None)
+        if number in _held_by_faulthandler:
+            faulthandler.unregister(number)
+        if number in _held_by_faulthandler or (isinstance(sigterm, Sigterm) and sigterm.held):
+            signal.signal(number, signal.SIG_IGN)
+
+
+def _outlive_readers() -> None:
+    """Let this process print, whether or not somebody still reads: a pipe's reader or a terminal may be gone."""
+    import fcntl  # which Windows lacks
+
+    for descriptor in _OUTPUTS:
+        # What else it may be, such as a socket, stays as it is.
+        with contextlib.suppress(OSError):
+            if stat.S_ISFIFO(os.fstat(descriptor).st_mode):
+                # Never closed: the end of the process does that.
+                reader = os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_NONBLOCK)
+                fcntl.fcntl(reader, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+            elif _has_hung_up(descriptor):
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, descriptor)
+                os.close(nowhere)
+
+
+def _has_hung_up(descriptor: int) -> bool:
+    poll = select.poll()
+    poll.register(descriptor, 0)
+    return bool(poll.poll(0))

@@ -62,7 +62,7 @@ def _interrupt_late(parent_descriptor: int) -> None:
 
 
 def autoload(module: ModuleType) -> None:
-    """Let a program that joins its ranks outlive a SIGTERM until they have left, and exit with 143 if they do.
+    """Let a program that joins its ranks outlive a SIGTERM until they have left, and exit as they do.
 
     `module` is torch.multiprocessing.spawn. A program that joins with a time-out does something else meanwhile: its
     SIGTERM stays as it is.
@@ -79,9 +79,9 @@ def autoload(module: ModuleType) -> None:
         try:
             is_over = join(context, timeout, *arguments, **named)
         except exited as error:
-            if error.exit_code == names.JUST_IN_TIME_EXIT_CODE:
+            if error.exit_code in (names.JUST_IN_TIME_EXIT_CODE, names.NOT_DURABLE_EXIT_CODE):
                 sigterm.forget()
-                raise SystemExit(names.JUST_IN_TIME_EXIT_CODE) from error
+                raise SystemExit(error.exit_code) from error
             sigterm.end()
             raise
         except BaseException:

@@ -10,12 +10,13 @@ def has_other_children(parent_pid: int | None) -> bool:
         return True
     try:
         children = Path(f"/proc/{parent_pid}/task/{parent_pid}/children").read_text().split()
-        return any(_lives(int(child)) for child in children if int(child) != os.getpid())
+        return any(lives(int(child)) for child in children if int(child) != os.getpid())
     except OSError:
         return True
 
 
-def _lives(pid: int) -> bool:
+def lives(pid: int) -> bool:
+    """Whether there is such a process, which has not ended."""
     try:
         status = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except OSError:

@@ -7,6 +7,7 @@ one it ends with its standard input.
 import asyncio
 import contextlib
 import os
+import signal
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,16 @@ from keepstep_agent.core.policies.run_exit import Drained
 def exit_code(returncode: int) -> int:
     """Return the exit code as a shell reports it: 128 + n for a process that signal n killed."""
     return returncode if returncode >= 0 else 128 - returncode
+
+
+def send_signal(process: asyncio.subprocess.Process, number: signal.Signals) -> None:
+    """Send a signal to a process that this one has started, if it has not ended.
+
+    Of one that has just ended, Process.send_signal would take the exit code, and asyncio would report 255.
+    """
+    if process.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, number)
 
 
 # The agent replays its journal before it first answers. Only one that hangs takes this long.
@@ -101,6 +112,11 @@ class AgentSupervisor:
         self._news = asyncio.Event()
         self._delivering = asyncio.Lock()
 
+    @property
+    def pid(self) -> int | None:
+        """Process id of the agent that runs."""
+        return None if self._process is None else self._process.pid
+
     def load(self) -> None:
         """Start the agent's process, so that it has loaded its libraries when `start` is called."""
         self._keeping = asyncio.create_task(self._keep(), name="keep agent")
@@ -147,7 +163,7 @@ class AgentSupervisor:
         self._terminate()
         await asyncio.wait({self._keeping}, timeout=self._grace_seconds + _END_MARGIN_SECONDS)
         if self._process is not None:
-            self._process.kill()
+            send_signal(self._process, signal.SIGKILL)
         await asyncio.gather(self._keeping, return_exceptions=True)
 
     async def _keep(self) -> int:
@@ -229,7 +245,7 @@ class AgentSupervisor:
             silent_seconds = loop.time() - began
             if silent_seconds >= _ANSWER_SECONDS:
                 log.error("run.agent_silent", seconds=_ANSWER_SECONDS)
-                process.kill()
+                send_signal(process, signal.SIGKILL)
                 return
             if silent_seconds >= _SAY_AFTER_SECONDS and not has_said:
                 has_said = True
@@ -256,7 +272,7 @@ class AgentSupervisor:
             silent_seconds = now - silent_since
             if self._draining.is_set() and silent_seconds >= self._grace_seconds + _END_MARGIN_SECONDS:
                 log.error("run.agent_hangs", seconds=round(silent_seconds))
-                process.kill()
+                send_signal(process, signal.SIGKILL)
                 return
             await asyncio.sleep(_DELIVERY_PAUSE_SECONDS)
 
@@ -298,12 +314,9 @@ class AgentSupervisor:
             self._news.clear()
 
     def _terminate(self) -> None:
-        if self._process is not None and self._process.returncode is None:
-            if self._may_begin.is_set():
-                self._process.terminate()
-            else:
-                # It does not hear SIGTERM yet, and has nothing to lose.
-                self._process.kill()
+        if self._process is not None:
+            # One that may not begin does not hear SIGTERM yet, and has nothing to lose.
+            send_signal(self._process, signal.SIGTERM if self._may_begin.is_set() else signal.SIGKILL)
 
 
 async def _first_of(*events: asyncio.Event) -> None:

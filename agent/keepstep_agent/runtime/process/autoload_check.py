@@ -9,7 +9,7 @@ says nothing about the program that it becomes. A process that cannot be read co
 import os
 import re
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
@@ -18,6 +18,7 @@ from typing import Final
 
 from keepstep_agent.adapters.volume.shared_folders import make_own_folder
 from keepstep_agent.adapters.volume.shared_volume import open_volume
+from keepstep_agent.runtime.process.descendants import children
 from keepstep_api.names import AUTOLOAD_PROCESSES, ENV_AUTOLOAD, ENV_AUTOLOAD_PROCESSES, STATE_DIRECTORY
 
 _PROCESSES: Final = Path("/proc")
@@ -28,7 +29,6 @@ _LOOKS_BEFORE_A_WARNING: Final = 3
 _LOOKS_AT_EACH: Final = 300
 """Ten minutes of a runner that looks every 2 seconds: programs import torch when they start."""
 _MOST_PROCESSES: Final = 256
-_MOST_THREADS: Final = 64
 _MOST_NOTED_BYTES: Final = 1024 * 1024
 _READABLE_AND_WRITABLE: Final = 0o666
 _HIDING: Final = ("sitecustomize.py", "sitecustomize/__init__.py")
@@ -109,7 +109,7 @@ class AutoloadCheck:
                     examined.is_settled = True
             # A launcher starts its ranks soon; a shell may start Python at any time.
             if is_new or not examined.is_settled:
-                waiting.extend(_children(pid))
+                waiting.extend(children(pid))
         return None
 
     def _noted(self) -> set[bytes]:
@@ -200,15 +200,6 @@ def _has_torch(pid: int) -> bool:
         return _TORCH in (_PROCESSES / str(pid) / "maps").read_bytes()
     except OSError:
         return False
-
-
-def _children(pid: int) -> Iterator[int]:
-    """Yield the children that the process's threads have started."""
-    try:
-        for task in islice((_PROCESSES / str(pid) / "task").iterdir(), _MOST_THREADS):
-            yield from map(int, (task / "children").read_text().split())
-    except OSError:
-        return
 
 
 def _strings(pid: int, name: str) -> list[str]:

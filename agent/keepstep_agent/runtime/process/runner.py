@@ -29,13 +29,18 @@ from keepstep_agent.core.errors import ErrorKind, KeepstepError
 from keepstep_agent.core.limits import RECORD_BYTES
 from keepstep_agent.core.policies.run_exit import Drained, run_exit_code
 from keepstep_agent.core.settings.values import Settings
-from keepstep_agent.runtime.process.agent_supervisor import AgentSupervisor, Notify, exit_code
+from keepstep_agent.runtime.process.agent_supervisor import AgentSupervisor, Notify, exit_code, send_signal
 from keepstep_agent.runtime.process.autoload_check import AutoloadCheck
+from keepstep_agent.runtime.process.descendants import Descendants, adopt_orphans, reap_orphans
 from keepstep_api.names import ENV_RESUME, JUST_IN_TIME_EXIT_CODE, NOT_DURABLE_EXIT_CODE, RESUMED
 
 _RESTORE_END_SECONDS: Final = 10.0
 _BETWEEN_QUESTIONS_SECONDS: Final = 2.0
 _LAUNCHER_MARGIN_SECONDS: Final = 2.0
+_DRAIN_SECONDS: Final = 1.0
+"""For the upload of what the processes that the program has left behind have saved."""
+_ORDERLY: Final = frozenset({0, JUST_IN_TIME_EXIT_CODE, NOT_DURABLE_EXIT_CODE})
+"""Exit codes of processes that no error has ended."""
 _NOTICES: Final = frozenset({signal.SIGTERM, signal.SIGHUP})
 """The machine is going away; the agent is told at once."""
 _TYPED: Final = frozenset({signal.SIGINT, signal.SIGQUIT})
@@ -90,7 +95,9 @@ class Runner:
         self._take_over = take_over
         self._autoload_check = autoload_check
         self._ended_stuck = False
-        self._noticed = False
+        self._noticed_at: float | None = None
+        """When the first notice came, in the event loop's time."""
+        self._at_notice: Descendants | None = None
         self._interrupted: asyncio.Future[signal.Signals] = asyncio.get_running_loop().create_future()
 
     async def run(self) -> int:
@@ -113,16 +120,28 @@ class Runner:
         assert self._program is not None
         # Before anything else, because files are judged by their age at that time.
         ended_at = time.time()
-        has_failed = self._program.returncode not in (0, JUST_IN_TIME_EXIT_CODE, NOT_DURABLE_EXIT_CODE)
+        last_codes = await self._codes_of_left_behind() or (self._program.returncode,)
+        has_failed = not _ORDERLY.issuperset(last_codes)
         drained = await self._agent.drain(failed_at=ended_at if has_failed else 0.0)
         if drained is Drained.NOT_STORED:
             log.error("run.not_durable", program_code=code)
         return run_exit_code(
             program_code=code,
             drained=drained,
-            noticed=self._noticed,
+            noticed=self._noticed_at is not None,
             stuck_code=self._settings.progress.stuck_exit_code if self._ended_stuck else 0,
         )
+
+    async def _codes_of_left_behind(self) -> Sequence[int]:
+        """Return the exit codes of processes that the program has left behind, which may save until the grace period.
+
+        None are waited for without a notice: a program that ends by itself may leave servers behind.
+        """
+        if self._noticed_at is None or self._at_notice is None:
+            return ()
+        termination = self._settings.termination
+        until = self._noticed_at + termination.grace_seconds - termination.commit_reserve_seconds - _DRAIN_SECONDS
+        return await self._at_notice.ended(until - asyncio.get_running_loop().time()) or ()
 
     def _listen(self) -> None:
         loop = asyncio.get_running_loop()
@@ -138,10 +157,11 @@ class Runner:
                 self._interrupted.set_result(number)
         elif self._program.returncode is None:
             if number not in _TYPED or not _hears_the_terminal(self._program.pid):
-                with contextlib.suppress(ProcessLookupError):
-                    self._program.send_signal(number)
+                send_signal(self._program, number)
             if number in _NOTICES:
-                self._noticed = True
+                if self._noticed_at is None:
+                    self._noticed_at = asyncio.get_running_loop().time()
+                    self._at_notice = Descendants(besides=self._agent.pid)
                 self._agent.notice(f"runner {number.name}")
         elif number not in _PROGRAMS_OWN:
             # The program has ended; limit the agent's drain.
@@ -157,10 +177,9 @@ class Runner:
             return exit_code(ended.result())
         number = self._interrupted.result()
         if process.returncode is None:
-            process.send_signal(number)
+            send_signal(process, number)
             await asyncio.wait({ended}, timeout=_RESTORE_END_SECONDS)
-        if process.returncode is None:
-            process.kill()
+        send_signal(process, signal.SIGKILL)
         await ended
         return exit_code(-number)
 
@@ -203,6 +222,8 @@ class Runner:
             except OSError as error:
                 log.info("run.autoload_not_checked", error=str(error))
                 self._autoload_check = None
+        # A launcher that dies leaves its ranks to this process, which waits for them.
+        adopt_orphans()
         try:
             self._program = await asyncio.create_subprocess_exec(*self._command, env=environment)
         except OSError as error:
@@ -211,7 +232,10 @@ class Runner:
         if self._interrupted.done():
             # The signal came while the program was being started.
             self._take(self._interrupted.result())
-        watching = [asyncio.create_task(self._end_when_stuck(self._program), name="end when stuck")]
+        watching = [
+            asyncio.create_task(self._end_when_stuck(self._program), name="end when stuck"),
+            asyncio.create_task(reap_orphans(), name="reap orphans"),
+        ]
         if self._autoload_check:
             checking = self._warn_where_not_active(self._program, self._autoload_check)
             watching.append(asyncio.create_task(checking, name="check autoload"))
@@ -242,12 +266,10 @@ class Runner:
             exit_code=self._settings.progress.stuck_exit_code,
             hint="the program is ended, because it makes no steps",
         )
-        with contextlib.suppress(ProcessLookupError):
-            program.terminate()
+        send_signal(program, signal.SIGTERM)
         # A launcher gives its ranks as long, and should end them itself.
         await asyncio.sleep(seconds + _LAUNCHER_MARGIN_SECONDS)
-        with contextlib.suppress(ProcessLookupError):
-            program.kill()
+        send_signal(program, signal.SIGKILL)
 
     async def _warn_where_not_active(self, program: asyncio.subprocess.Process, check: AutoloadCheck) -> None:
         """Warn, once, when a process of the program has imported torch and autoload is not active in it."""
