@@ -148,7 +148,7 @@ class Mirror:
         Then the last looks found nothing, and nothing was restored. Whether anything was announced, the core knows.
         """
         base = self._snapshots.base
-        if not self._is_empty_at_end or base.snapshot or base.others:
+        if not self._is_empty_at_end or base.snapshot or base.others or self._engine.state.not_stored:
             return ""
         if await self._run(recorded_save, self._state_directory, RESUMED):
             return ""
