@@ -387,7 +387,8 @@ class Session:
         Idempotent; does nothing after `leave`. `ended`: the training has; else it goes on unprotected.
         """
         if not self._left:
-            self._end(ended=ended)
+            (self._steps.end if ended else self._steps.cut_short)()
+            self._end()
             self._sigterm.close()
 
     def leave(self) -> NoReturn:
@@ -399,21 +400,22 @@ class Session:
         is_stored = self._step <= self._stored_step
         if not self._left:
             self.stopping = True
-            if not is_stored:
+            if is_stored:
+                self._steps.leave()
+            else:
+                self._steps.cut_short()
                 _log.warning(
                     "leaving at step %d, which is not stored: the steps after %d are lost",
                     self._step,
                     self._stored_step,
                 )
-            self._end(ended=is_stored)
+            self._end()
             self._left = True
         # Every time: on its way out, a framework may have put back the handler that it had found.
         self._sigterm.hold()
         _leave(names.JUST_IN_TIME_EXIT_CODE if is_stored else names.NOT_DURABLE_EXIT_CODE)
 
-    def _end(self, *, ended: bool) -> None:
-        # What the program does from now on has no steps, and may take long.
-        self._steps.close(ended=ended)
+    def _end(self) -> None:
         self.tell_notice()
         self.announce_missed()
         if self.stopping:

@@ -1,9 +1,10 @@
 """The step file: 32 bytes in which a rank says how far it is, without a call to the agent.
 
 `<volume>/.keepstep/ranks/<local rank>.step` has one line: the step, a space and the unix time in seconds, padded with
-spaces. A rank writes it over and over, at most about once a second, and empties it when it no longer trains. What the
-file of a dead process says is the step at which its training was cut short. A torn read is possible and harmless: the
-file is read again a moment later.
+spaces. A rank writes it over and over, at most about once a second, and empties it when its training has ended. When it
+leaves for a termination notice, at a step that is stored, it adds the word `left`. What the file of any other dead
+process says is the step at which its training was cut short. A torn read is possible and harmless: the file is read
+again a moment later.
 """
 
 import re
@@ -14,20 +15,25 @@ SIZE_BYTES: Final = 32
 SUFFIX: Final = ".step"
 """After the local rank, in the name of the file."""
 
-_LINE: Final = re.compile(rb"([0-9]{1,12}) ([0-9]{1,11}(?:\.[0-9]{1,6})?) *\n")
+_LINE: Final = re.compile(rb"([0-9]{1,12}) ([0-9]{1,11}(?:\.[0-9]{1,6})?)( left)? *\n")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
-    """A rank was at `step` at that moment, by the wall clock that trainer and agent share."""
+    """A rank was at `step` at that moment, by the wall clock that trainer and agent share.
+
+    `left`: it has left there, for a termination notice, and that step is stored.
+    """
 
     step: int
     at_unix: float
+    left: bool = False
 
 
 def encode(record: StepRecord) -> bytes:
     """Return the file's whole content. Raises ValueError for what no reader would take."""
-    content = f"{record.step} {record.at_unix:.3f}".encode().ljust(SIZE_BYTES - 1) + b"\n"
+    when = f"{record.at_unix:.0f} left" if record.left else f"{record.at_unix:.3f}"
+    content = f"{record.step} {when}".encode().ljust(SIZE_BYTES - 1) + b"\n"
     if decode(content) is None:
         raise ValueError(f"step {record.step} at {record.at_unix} is out of range")
     return content
@@ -36,4 +42,6 @@ def encode(record: StepRecord) -> bytes:
 def decode(content: bytes) -> "StepRecord | None":
     """Return what the file says. Anything else than such a line says nothing."""
     match = _LINE.fullmatch(content)
-    return None if match is None else StepRecord(step=int(match[1]), at_unix=float(match[2]))
+    if match is None:
+        return None
+    return StepRecord(step=int(match[1]), at_unix=float(match[2]), left=match[3] is not None)

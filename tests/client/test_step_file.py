@@ -55,8 +55,8 @@ def test_a_new_process_voids_what_the_last_one_told_and_so_does_an_end(tmp_path:
     steps = StepFile(path)
     assert path.read_bytes() == b""
     steps.tell(6)
-    steps.close(ended=True)
-    steps.close(ended=True)
+    steps.end()
+    steps.end()
     clock.now += 10
     steps.tell(8)
     assert path.read_bytes() == b""

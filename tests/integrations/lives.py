@@ -21,7 +21,9 @@ class Lives:
         self._volume = folder / "v"
         self.store = folder / "store"
         # Short names: a socket lies below them.
-        self.output = {"inside": self._volume / "checkpoints", "below": self._volume / "o", "outside": Path("o")}[place]
+        places = {"inside": self._volume / "checkpoints", "below": self._volume / "o", "outside": Path("o")}
+        # Else a folder from which nothing can be linked into the volume.
+        self.output = places.get(place, Path(place))
         launcher: Sequence[str] = (sys.executable,)
         if ranks > 1 or framework == "deepspeed":
             launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}")

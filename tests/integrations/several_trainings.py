@@ -3,12 +3,13 @@
     several_trainings.py FRAMEWORK OUTPUT NAME…
 
 Each trains STEPS steps on data of its own in OUTPUT/NAME, and prints what it has learned. KILLED_AT=NAME:STEP has this
-process killed there, and STOPPED_AT=NAME:STEP told to end, once. WISH=last: it asks for its last checkpoint, as many
-scripts do. WISH=weights: its periodic checkpoints have the weights alone. WISH=nameless: its framework gets no output
-directory, and a path for each save.
+process killed there, and STOPPED_AT=NAME:STEP told to end, once; with NO_ROOM=1 no checkpoint can be written from then
+on. WISH=last: it asks for its last checkpoint, as many scripts do. WISH=weights: its periodic checkpoints have the
+weights alone. WISH=nameless: its framework gets no output directory, and a path for each save.
 """
 
 import os
+import resource
 import signal
 import sys
 from collections.abc import Callable
@@ -54,6 +55,9 @@ def ends_at(name: str, training: int) -> Callable[[int], None]:
             is_now = os.environ.get(variable) == f"{name}:{training}:{step}" and os.environ.get("RANK", "0") == "0"
             if is_now and not done.exists():
                 done.touch()
+                if "NO_ROOM" in os.environ:
+                    # Enough for what is no checkpoint.
+                    resource.setrlimit(resource.RLIMIT_FSIZE, (500, resource.RLIM_INFINITY))
                 os.kill(os.getpid(), number)
 
     return stepped

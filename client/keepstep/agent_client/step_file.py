@@ -34,7 +34,7 @@ class StepFile:
             _log.debug("steps are not told: path=%s error=%s", path, error)
 
         # Of a process that ends in the midst of training, the agent is to know where.
-        atexit.register(self.close, ended=False)
+        atexit.register(self.cut_short)
 
     def tell(self, step: int) -> None:
         """Say that this rank is at `step` and alive, unless it was said less than a second ago."""
@@ -44,29 +44,40 @@ class StepFile:
             self._write_at = now + _BETWEEN_WRITES_SECONDS
             self._write(step)
 
-    def _write(self, step: int) -> None:
+    def _write(self, step: int, *, left: bool = False) -> None:
         if self._descriptor < 0:
             return
         try:
             # A step may be a NumPy or a torch number.
-            content = step_file.encode(StepRecord(step=int(step), at_unix=time.time()))
+            content = step_file.encode(StepRecord(step=int(step), at_unix=time.time(), left=left))
             os.pwrite(self._descriptor, content, 0)
         except Exception as error:
             # A full volume, a step that is no number: training has its own ways to meet that.
             _log.debug("step not told: step=%s error=%s", step, error)
 
-    def close(self, *, ended: bool) -> None:
-        """Say that this process no longer trains, or that it has ended without a save of its step. Idempotent."""
-        if not ended and self._step is not None:
-            self._write(self._step)
-        descriptor, self._descriptor = self._descriptor, -1
-        if descriptor < 0:
+    def end(self) -> None:
+        """Say that the training has ended. Idempotent, as the next two are, and only the first of the three counts."""
+        if self._descriptor < 0:
             return
-        atexit.unregister(self.close)
         try:
-            if ended:
-                os.ftruncate(descriptor, 0)
+            os.ftruncate(self._descriptor, 0)
         except OSError as error:
             _log.debug("end of the steps not told: error=%s", error)
-        finally:
+        self._close()
+
+    def leave(self) -> None:
+        """Say that this process leaves for a termination notice, at a step that is stored."""
+        self._write(self._step or 0, left=True)
+        self._close()
+
+    def cut_short(self) -> None:
+        """Say that the training is not over and that its step is not stored."""
+        if self._step is not None:
+            self._write(self._step)
+        self._close()
+
+    def _close(self) -> None:
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            atexit.unregister(self.cut_short)
             os.close(descriptor)

@@ -502,7 +502,7 @@ class FrameworkRun:
     def _close_at_exit(self) -> None:
         # A thread inside the store's C++ when the interpreter ends would abort the process.
         atexit.unregister(self.close)
-        atexit.register(self.close)
+        atexit.register(self.close, ended=False)
 
     @classmethod
     def announce_before_ranks_part(cls) -> None:
@@ -657,10 +657,13 @@ class FrameworkRun:
         self._shut()
         self._session.leave()
 
-    def close(self) -> None:
-        """End a run whose training ended by itself: wait for running writes, stop handling SIGTERM. Idempotent."""
+    def close(self, *, ended: bool = True) -> None:
+        """End a run without leaving: wait for running writes, stop handling SIGTERM. Idempotent.
+
+        `ended`: the training has; else an error ended it, or the process does.
+        """
         self._shut()
-        self._session.close()
+        self._session.close(ended=ended)
 
     def _shut(self) -> None:
         self.leave_unannounced()

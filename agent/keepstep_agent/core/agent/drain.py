@@ -230,7 +230,7 @@ def _exit(state: State) -> Exit:
     nothing_found = () if newest or not state.termination.nothing_found else (state.termination.nothing_found,)
     not_stored = (*_unsaved(state), *state.not_stored, *nothing_found)
     durable = all(checkpoint.durable for checkpoint in newest.values()) and not not_stored
-    stopped = any(checkpoint.info.kind is Kind.JUST_IN_TIME for checkpoint in _last_saves(state))
+    stopped = state.termination.left or any(one.info.kind is Kind.JUST_IN_TIME for one in _last_saves(state))
     return Exit(code=0 if durable else NOT_DURABLE_EXIT_CODE, lost=(*lost, *not_stored), stopped=durable and stopped)
 
 

@@ -269,11 +269,12 @@ class StopRequested(_Happened):
 class RanksSeen(_Happened):
     """Which local ranks are alive, by their locks and open streams.
 
-    `cut_short_at`: the step at which a rank was that is gone since the last look and had not ended its training; None
-    if there is no such rank.
+    Of those that are gone since the last look: `left`, whether one has left for a notice at a step that is stored, and
+    `cut_short_at`, the greatest step at which one was that neither did so nor had ended its training; None if none.
     """
 
     alive: frozenset[int]
+    left: bool = False
     cut_short_at: int | None = None
 
 

@@ -173,6 +173,7 @@ def _apply(state: State, event: Event) -> Iterator[Command]:
             state.termination.most_alive = max(state.termination.most_alive, len(event.alive))
             if state.termination.noticed and event.cut_short_at is not None:
                 state.termination.cut_short_at = max(state.termination.cut_short_at or 0, event.cut_short_at)
+            state.termination.left |= state.termination.noticed and event.left
         case StepSeen():
             state.progress.note(event.newest)
             state.progress.stuck = state.are_trainers_stuck(state.now)

@@ -15,7 +15,7 @@ class Drained(IntEnum):
     STORED = 0
     """All that was saved is stored."""
     STOPPED = 3
-    """The same, and the trainers left after a just-in-time save."""
+    """The same, and the trainers left for a termination notice, whoever got it."""
     NOT_STORED = NOT_DURABLE_EXIT_CODE
     """Something is not, or a save that was asked for never came."""
 

@@ -211,8 +211,14 @@ class Monitors:
             elif not alive:
                 self._clients_gone.set()
             gone = self._engine.state.alive_ranks - alive
-            cut_short_at = await self._run(self._live_ranks.cut_short_at, gone) if gone else None
-            await self._engine.submit(RanksSeen(at=self._clock.now(), alive=alive, cut_short_at=cut_short_at))
+            last = await self._run(self._live_ranks.last_steps, gone) if gone else ()
+            seen = RanksSeen(
+                at=self._clock.now(),
+                alive=alive,
+                left=any(record.left for record in last),
+                cut_short_at=max((record.step for record in last if not record.left), default=None),
+            )
+            await self._engine.submit(seen)
         await self._steps.take(look)
 
     async def look_at_disk(self) -> None:
@@ -314,6 +320,10 @@ class Monitors:
         return frozenset() if self._unknown else self._engine.state.alive_ranks
 
     async def _request_stop(self, *, trainers_gone: bool, failed_at: float | None = None) -> None:
+        termination = self._engine.state.termination
+        if termination.left and termination.cut_short_at is None:
+            # A launcher may have failed of it, but no writer has.
+            failed_at = None
         if self._mirror is not None:
             await self._mirror.last_looks(
                 writers_gone=trainers_gone or self._clients_are_gone,

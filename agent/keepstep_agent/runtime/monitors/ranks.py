@@ -9,7 +9,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -77,7 +77,9 @@ class LiveRanks:
         steps = [
             record
             for record, since in told
-            if record is not None and max(since, now_unix - SECONDS) <= record.at_unix <= now_unix + _AHEAD_SECONDS
+            if record is not None
+            and not record.left
+            and max(since, now_unix - SECONDS) <= record.at_unix <= now_unix + _AHEAD_SECONDS
         ]
         newest = max(steps, key=lambda record: record.at_unix, default=None)
         return RanksLook(
@@ -86,13 +88,9 @@ class LiveRanks:
             age_seconds=max(0.0, now_unix - newest.at_unix) if newest else 0.0,
         )
 
-    def cut_short_at(self, gone: frozenset[int]) -> int | None:
-        """Return the greatest step at which one of these dead ranks was; None if all had ended their training. Blocks.
-
-        A rank empties its step file when it ends its training, or leaves after a save.
-        """
-        steps = [record.step for rank in gone if (record := self._locks.step(rank)) is not None]
-        return max(steps, default=None)
+    def last_steps(self, gone: frozenset[int]) -> Sequence[StepRecord]:
+        """Return what the step files of these dead ranks say; none of those whose training had ended. Blocks."""
+        return [record for rank in gone if (record := self._locks.step(rank)) is not None]
 
     def request_save(self, signal: SaveSignal) -> None:
         for stream in self._streams:

@@ -77,7 +77,7 @@ class Protection(TrainerCallback):  # type: ignore[misc]  # transformers may not
         run = self._begin()
         if run is None:
             return train(resume_from_checkpoint, *arguments, **keywords)
-        self._run = run
+        self._run, has_ended = run, False
         try:
             if self._is_found(run, resume_from_checkpoint):
                 resume_from_checkpoint = self._newest(run, resume_from_checkpoint)
@@ -89,11 +89,12 @@ class Protection(TrainerCallback):  # type: ignore[misc]  # transformers may not
                 self._bring_best(run, self._resumed)
             result = train(resume_from_checkpoint, *arguments, **keywords)
             run.ended(self._output)
+            has_ended = True
             return result
         finally:
             self._run = None
             if not run.stopping:
-                run.close()
+                run.close(ended=has_ended)
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         """Called before the first step, with the state that training resumes from."""

@@ -39,7 +39,10 @@ def _fit(protection: Protection, fit: Any, *arguments: Any, **keywords: Any) -> 
     claim(Owner.TRAINER)
     given = inspect.signature(fit).bind(*arguments, **keywords).arguments
     protection.arm(fit.__self__, resumes=given.get("ckpt_path") in (None, "last"))
+    has_ended = False
     try:
-        return fit(*arguments, **keywords)
+        result = fit(*arguments, **keywords)
+        has_ended = True
+        return result
     finally:
-        protection.end()
+        protection.end(ended=has_ended)

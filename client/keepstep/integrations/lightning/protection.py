@@ -83,8 +83,11 @@ class Protection:
         # In their `setup`, which comes before this one's.
         directory.mark_undecided(trainer)
 
-    def end(self) -> None:
-        """End the protection after the fit, however it ended. Raises SystemExit after a just-in-time save."""
+    def end(self, *, ended: bool) -> None:
+        """End the protection after the fit, which has `ended` by itself or not.
+
+        Raises SystemExit after a just-in-time save.
+        """
         self._armed = self._training = False
         # The callbacks keep it, as they keep what Lightning chooses: the program may ask for its best checkpoint.
         self._directory, self._moved = None, []
@@ -94,7 +97,7 @@ class Protection:
         if run is not None and (self._leaving or run.stopping):
             run.leave()
         elif run is not None:
-            run.close()
+            run.close(ended=ended)
 
     # Lightning's hooks, in the order of a training.
 

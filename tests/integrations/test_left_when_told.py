@@ -1,0 +1,51 @@
+"""A framework's program that is told to end leaves with 143 only where its step is stored, and with 75 where it is not.
+
+Each is told in a step that ends with a save of its own, wherever that lies. Under `keepstep run --autoload`.
+"""
+
+from pathlib import Path
+
+import pytest
+from tests.integrations.lives import Lives, resumed
+from tests.lanes import nightly
+
+FRAMEWORKS = ["hugging_face", "lightning", "accelerate", "checkpointer", *nightly("deepspeed")]
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("place", ["outside", *nightly("inside", "unlinkable")])
+@pytest.mark.parametrize("ranks", [1, *nightly(2)])
+def test_143_means_that_the_step_is_stored(
+    framework: str, place: str, ranks: int, other_filesystem: Path, tmp_path: Path
+) -> None:
+    if ranks > 1 and framework == "checkpointer":
+        pytest.skip("its ranks save one file each, in the program of another test")
+    lives = Lives(tmp_path, framework, str(other_filesystem) if place == "unlinkable" else place, ranks)
+    # Lightning's model comes after the callbacks, so its step is over by then.
+    told_at = "3" if framework == "lightning" else "4"
+    first = lives.start(lives.command("one"), STOPPED_AT=f"one:0:{told_at}")
+    assert first.returncode == 143, first.stderr
+    lives.lose_the_disk()
+    second = lives.start(lives.command("one"))
+    assert second.returncode == 0, second.stderr
+    # Several ranks leave at the next step that they agree on.
+    (line,) = resumed(second.stderr)
+    assert int(line.split()[4].strip(":")) in range(4, 4 + ranks), second.stderr
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("ranks", [1, *nightly(2)])
+def test_a_step_that_cannot_be_saved_ends_with_75_after_two_tries(framework: str, ranks: int, tmp_path: Path) -> None:
+    if ranks > 1 and framework == "checkpointer":
+        pytest.skip("its ranks save one file each, in the program of another test")
+    lives = Lives(tmp_path, framework, "inside", ranks)
+    # So that the next step that they can save has no save of the program's own, of whose failure it would die.
+    told_at, saved = ("4", "4") if framework == "lightning" else ("3", "2")
+    first = lives.start(lives.command("one"), STOPPED_AT=f"one:0:{told_at}", NO_ROOM="1")
+    assert first.returncode == 75, first.stderr
+    assert f"which is not stored: the steps after {saved} are lost" in first.stderr
+    assert "keepstep: not durable: step " in first.stderr
+    lives.lose_the_disk()
+    second = lives.start(lives.command("one"))
+    assert second.returncode == 0, second.stderr
+    assert f"keepstep: resuming from step {saved}: " in second.stderr
