@@ -163,9 +163,9 @@ class Pod:
         self._containers[name].send(number)
 
     def restart_in_place(self) -> None:
-        """Every container is killed without preStop or grace, and the pod begins again with its init containers.
+        """All containers get SIGTERM at once, without preStop, and SIGKILL 2 s later; then init containers run again.
 
-        Pod and volumes stay [KEP-5532, RestartAllContainers].
+        Pod and volumes stay [KEP-5532, RestartAllContainers; as seen on a real node].
         """
         self.timeline.note(What.RESTARTED)
         self._restarting.set()
@@ -220,12 +220,13 @@ class Pod:
             self._finish()
 
     def _begin_again(self) -> None:
-        running = [one for one in self._containers.values() if one.running]
-        for container in running:
-            container.send(signal.SIGKILL)
-        if not running:
+        if any(one.running for one in self._containers.values()):
+            if not self._kills:
+                self._kill_all(0)
+        elif not any(thread.is_alive() for thread in self._kills):
             for container in self._containers.values():
                 container.begin_again()
+            self._kills.clear()
             self._restarting.clear()
 
     def _advance(self) -> None:
@@ -289,6 +290,11 @@ class Pod:
 
     def _end_all(self, grace_seconds: int) -> None:
         """Again where it is being done already, as kubelet does when a deletion shortens the grace period."""
+        self._kill_all(grace_seconds)
+        if not self._kills:
+            self._finish()
+
+    def _kill_all(self, grace_seconds: int) -> None:
         order = TerminationOrder(list(self._containers.values()))
         running = [one for one in self._containers.values() if one.running]
         for container in running:
@@ -297,8 +303,6 @@ class Pod:
             )
             thread.start()
             self._kills.append(thread)
-        if not running and not self._kills:
-            self._finish()
 
     def _finish(self) -> None:
         phase = phase_of(list(self._containers.values()), self._policy, is_terminal=True)

@@ -118,6 +118,21 @@ def test_at_an_eviction_the_sidecar_hears_its_signal_although_the_trainer_still_
     assert made.timeline.at(What.SIGTERM, "agent") < made.timeline.at(What.EXITED, "trainer")
 
 
+def test_a_restart_in_place_gives_all_containers_two_seconds_and_no_pre_stop_and_begins_with_init(node: Node) -> None:
+    restore = container("restore", "echo restore >> /data/order")
+    agent = sidecar("agent", DEAF, lifecycle=pre_stop("true"))
+    made = started(node, pod(container("trainer", HEARS), init=[restore, agent], terminationGracePeriodSeconds=60))
+    made.restart_in_place()
+    made.wait(lambda: made.log("trainer").count("up") == 2, HANG_SECONDS, "the trainer begins again")
+    line = made.timeline
+    assert (line.seconds_left("trainer"), line.seconds_left("agent")) == (2, 2)
+    assert line.at(What.SIGTERM, "agent") < line.at(What.SIGKILL, "agent")
+    assert not line.all(What.SIGKILL, "trainer")
+    assert not line.all(What.PRE_STOP, "agent")
+    assert (made.volume("data") / "order").read_text().split() == ["restore"] * 2
+    assert made.phase is Phase.RUNNING
+
+
 def test_once_the_trainer_is_done_the_sidecar_has_a_grace_period_of_its_own_and_its_code_is_ignored(
     node: Node,
 ) -> None:
