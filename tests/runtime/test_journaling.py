@@ -110,6 +110,16 @@ def test_an_old_notice_does_not_shorten_a_new_one_after_compaction() -> None:
     assert (state.termination.source, state.termination.deadline) == ("new", play.now + 60)
 
 
+def test_compaction_does_not_make_an_earlier_lifes_last_save_one_of_this_life() -> None:
+    play = Play()
+    play.announce("last", (PART_BYTES,), kind=Kind.JUST_IN_TIME)
+    play.feed(Exited(at=play.now))
+    journal = _journal_of(play)
+    for _ in range(3):
+        state, _ = recover(settings(), journal, _NothingStaged())
+        assert state.termination.first_sequence > state.checkpoints["last"].sequence
+
+
 def _staged_on(volume: Path, save: str, step: int, announced_at: float = 1.0) -> list[DurableEvent]:
     """What the journal says of a save that is staged there."""
     source = volume / "checkpoints" / f"checkpoint-{step}"

@@ -77,20 +77,16 @@ def compact(state: State, journal: Journal) -> int:
     Blocks; `state` must not change meanwhile.
     """
     events = [decode_event(record) for record in journal.replay()]
-    notices_from = _after_last_exit(events)
+    # Notices before an orderly exit are void.
+    life_begins = max((position for position, event in enumerate(events) if isinstance(event, Exited)), default=0)
     kept = [
         event
         for position, event in enumerate(events)
-        if _is_needed(state, event, is_current_life=position >= notices_from)
+        if _is_needed(state, event, is_current_life=position >= life_begins)
     ]
     if len(kept) < len(events):
         journal.rewrite([encode_event(event) for event in kept])
     return len(kept)
-
-
-def _after_last_exit(events: Sequence[DurableEvent]) -> int:
-    """Return where the records of this life begin: notices before an orderly exit are void."""
-    return max((position + 1 for position, event in enumerate(events) if isinstance(event, Exited)), default=0)
 
 
 def _is_needed(state: State, event: DurableEvent, *, is_current_life: bool) -> bool:
@@ -100,6 +96,9 @@ def _is_needed(state: State, event: DurableEvent, *, is_current_life: bool) -> b
     if save is None:
         if isinstance(event, RankRegistered):
             return is_current_life and state.ranks.get(event.local_rank) == event.rank
+        if isinstance(event, Exited):
+            # Without it, an earlier life's just-in-time save would pass for the one that this life's trainers owe.
+            return is_current_life and bool(state.just_in_time)
         return is_current_life and isinstance(event, TerminationNoticed) and state.termination.noticed
     checkpoint = state.checkpoints.get(save)
     if checkpoint is None:
