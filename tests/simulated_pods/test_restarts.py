@@ -7,8 +7,9 @@ from typing import Final
 
 import pytest
 from tests.harness.bounds import HANG_SECONDS
+from tests.podsim.timeline import What
 from tests.servers.faults import Fault, Rule
-from tests.simulated_pods.demo_job import RESTORE, DemoJob, DemoPod
+from tests.simulated_pods.demo_job import AGENT, RESTORE, DemoJob, DemoPod
 
 # Restored before the program starts, agreed by a pin; or while it starts, as its client asks.
 pytestmark = [
@@ -44,6 +45,20 @@ def _downloads(job: DemoJob) -> list[str]:
     ]
 
 
+def _restart_in_place(demo: DemoPod) -> None:
+    """Returns once every container was ended, and the first begins again."""
+    before = len(demo.pod.timeline.all(What.STARTED, RESTORE))
+    demo.pod.restart_in_place()
+    demo.pod.wait(lambda: len(demo.pod.timeline.all(What.STARTED, RESTORE)) > before, HANG_SECONDS, "it restores again")
+
+
+def _stopped_at(demo: DemoPod, times: int) -> int:
+    """The last step that was trained before the trainer began for that time."""
+    said = demo.said()
+    begins = [position for position, line in enumerate(said) if "begun" in line]
+    return [int(line["step"]) for line in said[: begins[times - 1]] if "step" in line][-1]
+
+
 def test_a_job_that_is_suspended_and_resumed_goes_on_where_it_stopped_each_time(restore: str, job: DemoJob) -> None:
     demo = job.start(labels=_LABELS, restore=restore)
     assert demo.wait_begun() == 0
@@ -55,17 +70,24 @@ def test_a_job_that_is_suspended_and_resumed_goes_on_where_it_stopped_each_time(
         assert demo.wait_begun() == stopped_at
 
 
-def test_a_pod_that_is_restarted_in_place_goes_on_and_fetches_nothing(restore: str, job: DemoJob) -> None:
+@pytest.mark.parametrize("bytes_per_second", [0, 100_000], ids=["the agent leaves in order", "the agent is killed"])
+def test_a_pod_that_is_restarted_in_place_trains_on_each_time(
+    restore: str, bytes_per_second: int, job: DemoJob
+) -> None:
     demo = job.start(labels=_LABELS, restore=restore)
     demo.wait_begun()
     for times in (2, 3):
         durable = demo.save_now()
         job.wait_stored(durable, demo)
-        demo.wait_step(durable + 1)
+        job.proxy.throttle(bytes_per_second)
         job.proxy.log.clear()
-        demo.pod.restart_in_place()
-        assert demo.wait_begun(times) == durable
-        assert _downloads(job) == []
+        _restart_in_place(demo)
+        job.proxy.throttle(0)
+        # Saved just in time, if the two seconds were enough for that.
+        assert demo.wait_begun(times) in (durable, _stopped_at(demo, times))
+        # Where the agent was killed, the trainer may have removed what was committed before.
+        assert demo.pod.timeline.all(What.SIGKILL, AGENT) or _downloads(job) == []
+        demo.pod.wait(lambda: "step" in demo.said()[-1], HANG_SECONDS, "it trains on")
     assert not any(row["problems"] for row in job.view.verify())
 
 

@@ -47,7 +47,7 @@ class SignalFile:
         return signal.number
 
     def forget_termination(self) -> None:
-        """Cancel an earlier pod's termination notice, which does not concern the trainers that start on this volume.
+        """Cancel an earlier termination notice, which does not concern the trainers that start on this volume now.
 
         Raises VolumeError. The number stays, so nobody is asked to save.
         """

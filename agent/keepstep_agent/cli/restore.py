@@ -20,7 +20,7 @@ from keepstep_agent.cli.autoload import copy_autoload
 from keepstep_agent.cli.formatting import errors_reported, progress_line
 from keepstep_agent.cli.store_options import destination_options
 from keepstep_agent.cli.store_work import as_json_option, opened, print_json, run_work
-from keepstep_agent.core.errors import ErrorKind, StoreError, printable
+from keepstep_agent.core.errors import ErrorKind, StoreError, VolumeError, printable
 from keepstep_agent.core.limits import UNIX_SECONDS
 from keepstep_agent.core.mirror.base import series_of
 from keepstep_agent.core.quantities import amount
@@ -31,6 +31,7 @@ from keepstep_agent.restore import init_step
 from keepstep_agent.restore.run_lease import RunLease, lease_of_run
 from keepstep_agent.restore.snapshots import RestoredSnapshot, RestoredSnapshots, restore_snapshots
 from keepstep_agent.restore.start_record import StartRecord, write_start_record
+from keepstep_agent.runtime.process.open_volume import void_notices
 from keepstep_api.names import LAZY, OFF
 
 _TAKE_OVER: Final = "take-over"
@@ -73,8 +74,7 @@ def restore(settings: Settings, autoload_to: Path | None, lease: str | None, as_
         with errors_reported():
             copy_autoload(autoload_to)
     if settings.restore == OFF:
-        if lease:
-            run_work(settings, _only_lease(settings, lease))
+        run_work(settings, _restore_nothing(settings, lease))
         click.echo("nothing is restored: --restore is off")
         return
     restored, snapshots = run_work(settings, _restore(settings, lease))
@@ -134,7 +134,21 @@ def _as_json(snapshots: RestoredSnapshots | None) -> dict[str, object] | None:
     }
 
 
-async def _only_lease(settings: Settings, lease: str) -> None:
+async def _restore_nothing(settings: Settings, lease: str | None) -> None:
+    if lease:
+        await _take_lease(settings, lease)
+    await asyncio.to_thread(_void_notices, settings)
+
+
+def _void_notices(settings: Settings) -> None:
+    try:
+        void_notices(settings)
+    except (OSError, VolumeError) as error:
+        hint = "a trainer that starts now may leave before its first step, if a termination notice stands"
+        _log.warning("restore.notices_stand", error=str(error), hint=hint)
+
+
+async def _take_lease(settings: Settings, lease: str) -> None:
     try:
         # Without the retries that a download is worth.
         async with open_store(settings.store) as store:
@@ -200,6 +214,7 @@ async def _restore(
             )
     record = _start_record(settings, began_at, restored[0] if restored else None, snapshots)
     await asyncio.to_thread(write_start_record, record, volume, Path(settings.state_directory))
+    await asyncio.to_thread(_void_notices, settings)
     return restored, snapshots
 
 

@@ -236,7 +236,10 @@ class RankRegistered(_Happened):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exited(_Happened):
-    """The agent exited in an orderly way. Its termination notice is void, and its trainers are gone."""
+    """The agent exited in an orderly way, or restore has run since it was killed.
+
+    Its termination notice is void, and its trainers are gone.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,11 +1,12 @@
 """Opens the volume at the start: no other run may use it, it must be writable and the destination's.
 
 Keeps a reserve and opens the journal. Decides what a full volume, a damaged journal or another run's volume means for
-the start. Knows nothing of serving.
+the start, and which termination notices are void. Knows nothing of serving.
 """
 
 import errno
 import os
+import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Final
 import structlog
 
 from keepstep_agent.adapters.journal import open_journal
+from keepstep_agent.adapters.signal_file import SignalFile
 from keepstep_agent.adapters.volume import identity
 from keepstep_agent.adapters.volume.disk import Reserve
 from keepstep_agent.adapters.volume.shared_folders import make_own_folder, make_state_directory
@@ -35,6 +37,24 @@ def claim_volume(settings: Settings) -> None:
     _require_writable(volume)
     identity.claim(volume, settings.store.destination)
     make_state_directory(volume, Path(settings.state_directory))
+
+
+def void_notices(settings: Settings) -> None:
+    """Void the termination notices that earlier agents left in the journal and the signal file. Blocks.
+
+    Restore calls it: in a pod, restore runs before the agent and trainers start, and not again if only the agent is
+    restarted. Raises VolumeError or OSError; voids nothing if an agent is running.
+    """
+    state_directory = Path(settings.state_directory)
+    make_state_directory(Path(settings.volume), state_directory)
+    if (state_directory / JOURNAL).exists():
+        # Imported here, because training waits for restore, and a new pod has no journal.
+        from keepstep_agent.core.agent.events import Exited
+        from keepstep_agent.runtime.engine.event_codec import encode_event
+
+        with volume_journal(settings) as journal:
+            journal.append([encode_event(Exited(at=time.time()))])
+    SignalFile(Path(settings.volume)).forget_termination()
 
 
 @contextmanager
