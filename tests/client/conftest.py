@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.client.agent_server import AgentServer, serving
@@ -77,12 +78,12 @@ def make_checkpointer(volume: Path) -> Iterator[Callable[..., Checkpointer]]:
 class Trainer:
     """A real training process, one step per `step()`."""
 
-    def __init__(self, volume: Path, **environment: str) -> None:
+    def __init__(self, volume: Path, *, stdout: int = subprocess.PIPE, **environment: str) -> None:
         self.process = subprocess.Popen(
             [sys.executable, str(TRAINER)],
             env={**os.environ, names.ENV_VOLUME: str(volume), "STEPS": "1000", "EVERY": "10", **environment},
             stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
+            stdout=stdout,
             stderr=subprocess.PIPE,
             text=True,
         )
@@ -110,8 +111,8 @@ class Trainer:
 def start_trainer(volume: Path) -> Iterator[Callable[..., Trainer]]:
     started: list[Trainer] = []
 
-    def start(**environment: str) -> Trainer:
-        started.append(Trainer(volume, **environment))
+    def start(**options: Any) -> Trainer:
+        started.append(Trainer(volume, **options))
         return started[-1]
 
     yield start

@@ -3,16 +3,19 @@
 import errno
 import os
 import re
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from tests.client.agent_server import AgentServer, serving
 from tests.harness.small_volume import mounted
 
 from keepstep import Checkpointer, ErrorKind, VolumeError
 from keepstep.checkpoints.records import read_records
 from keepstep.torch_loop import TrainingState
+from keepstep_api.v1 import agent_pb2
 
 Make = Callable[..., Checkpointer]
 _MIB = 1 << 20
@@ -61,6 +64,33 @@ def test_a_volume_that_fills_up_while_a_checkpoint_is_written_costs_that_checkpo
     (warning,) = [message for message in caplog.messages if "given up" in message]
     assert "step=2" in warning
     assert re.search("check whether the volume.* is full", warning)
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("is_stored", [True, False])
+def test_a_last_save_that_does_not_fit_gets_the_room_of_what_is_stored(
+    make_checkpointer: Make, small_volume: Path, caplog: pytest.LogCaptureFixture, is_stored: bool
+) -> None:
+    with serving(small_volume / "agent.sock", AgentServer()) as agent:
+        checkpointer = make_checkpointer(volume=small_volume, socket=small_volume / "agent.sock", keep_local=9)
+        for step in (1, 2):
+            with checkpointer.save(step) as directory:
+                write_bytes(directory, 3 * _MIB)
+        stored = {request.step: request.save for request in agent.requests("AnnounceCheckpoint")}
+        agent.status = agent_pb2.Status(newest_committed=agent_pb2.Checkpoint(save=stored[1 + is_stored]))
+        os.kill(os.getpid(), signal.SIGTERM)
+        for step in (3, 4, 5):
+            if not checkpointer.stopping and checkpointer.should_save(step):
+                with checkpointer.save(step) as directory:
+                    write_bytes(directory, 5 * _MIB)
+        with pytest.raises(SystemExit) as left:
+            checkpointer.finish()
+    records = small_volume / ".keepstep" / "records"
+    assert sorted(record.step for record in read_records(records)) == ([4] if is_stored else [2])
+    assert left.value.code == (143 if is_stored else 75)
+    lost = [message for message in caplog.messages if "given up" in message]
+    assert len(lost) == (1 if is_stored else 2), "it is tried again once, and not at each step"
+    assert ("leaving at step 4, which is not stored: the steps after 2 are lost" in caplog.messages) == (not is_stored)
 
 
 def test_where_not_even_a_directory_can_be_made_training_goes_on(

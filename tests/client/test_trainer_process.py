@@ -19,6 +19,7 @@ from keepstep_api import names
 
 Start = Callable[..., Trainer]
 ROOT = Path(__file__).parents[2]
+IN_A_POD = {"KEEPSTEP_START": "container"}
 KILLED_REPLACEMENT = Path(__file__).with_name("killed_replacement.py")
 
 
@@ -50,6 +51,63 @@ def test_sigterm_saves_at_that_very_step_and_leaves_with_143(start_trainer: Star
 
     again = start_trainer()
     assert again.line() == "begin 4"
+
+
+@pytest.mark.parametrize(
+    ("number", "environment"),
+    [
+        (signal.SIGHUP, {}),
+        (signal.SIGHUP, {"KEEPSTEP_START": "container"}),
+        (signal.SIGINT, {"KEEPSTEP_START": "container"}),
+    ],
+)
+def test_other_signals_that_would_end_it_have_it_save_too(
+    start_trainer: Start, volume: Path, number: signal.Signals, environment: dict[str, str]
+) -> None:
+    trainer = start_trainer(**environment)
+    assert trainer.line() == "begin 0"
+    trainer.process.send_signal(number)
+    trainer.step()
+    code, errors = trainer.end()
+    assert code == names.JUST_IN_TIME_EXIT_CODE, errors
+    assert (volume / ".keepstep/records/checkpoint-1.json").exists()
+
+
+def test_ctrl_c_interrupts_a_program_that_is_in_no_pod(start_trainer: Start, volume: Path) -> None:
+    trainer = start_trainer()
+    assert trainer.line() == "begin 0"
+    trainer.process.send_signal(signal.SIGINT)
+    code, errors = trainer.end()
+    assert code == -signal.SIGINT
+    assert "KeyboardInterrupt" in errors
+    assert not (volume / ".keepstep/records").exists()
+
+
+def test_a_program_whose_output_nobody_reads_any_more_saves(start_trainer: Start, volume: Path) -> None:
+    """As that of `… | tee log`, whose reader dies of the same signal."""
+    trainer = start_trainer()
+    assert trainer.line() == "begin 0"
+    assert trainer.process.stdout is not None
+    trainer.process.stdout.close()
+    trainer.process.stdout = None
+    trainer.process.send_signal(signal.SIGTERM)
+    trainer.step()
+    code, errors = trainer.end()
+    assert code == names.JUST_IN_TIME_EXIT_CODE, errors
+    assert (volume / ".keepstep/records/checkpoint-1.json").exists()
+
+
+def test_a_program_whose_terminal_has_closed_saves(start_trainer: Start, volume: Path) -> None:
+    keyboard, terminal = os.openpty()
+    trainer = start_trainer(stdout=terminal)
+    os.close(terminal)
+    assert os.read(keyboard, 100).strip() == b"begin 0"
+    os.close(keyboard)
+    trainer.process.send_signal(signal.SIGHUP)
+    trainer.step()
+    code, errors = trainer.end()
+    assert code == names.JUST_IN_TIME_EXIT_CODE, errors
+    assert (volume / ".keepstep/records/checkpoint-1.json").exists()
 
 
 LEAVING = """
