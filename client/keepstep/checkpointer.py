@@ -319,7 +319,7 @@ class Checkpointer:
         """End the training: stop handling SIGTERM.
 
         Raises:
-            SystemExit: With code 143, after a just-in-time save.
+            SystemExit: With code 143 after a just-in-time save; with 75 if it was lost twice.
         """
         self._writer.close()
         self._forget_begun()

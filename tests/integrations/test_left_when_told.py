@@ -3,9 +3,14 @@
 Each is told in a step that ends with a save of its own, wherever that lies. Under `keepstep run --autoload`.
 """
 
+import signal
+import sys
 from pathlib import Path
 
 import pytest
+from tests.harness.agent_process import wait_until
+from tests.harness.bounds import HANG_SECONDS
+from tests.harness.run_process import RunProcess
 from tests.integrations.lives import Lives, resumed
 from tests.lanes import nightly
 
@@ -49,3 +54,18 @@ def test_a_step_that_cannot_be_saved_ends_with_75_after_two_tries(framework: str
     second = lives.start(lives.command("one"))
     assert second.returncode == 0, second.stderr
     assert f"keepstep: resuming from step {saved}: " in second.stderr
+
+
+def test_a_loop_that_has_saved_nothing_yet_ends_with_75(tmp_path: Path) -> None:
+    """`torch.distributed.checkpoint` under autoload: nobody makes a just-in-time save there."""
+    loop = Path(__file__).parents[2] / "examples" / "dcp_loop.py"
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1")
+    command = (*torchrun, str(loop), "--steps", "100000", "--save-every", "100000")
+    environment = {"GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
+    with RunProcess(
+        tmp_path / "v", f"file://{tmp_path}/store", command=command, autoload=True, environment=environment
+    ) as run:
+        wait_until(lambda: "step=" in run.output(), HANG_SECONDS, "it trains")
+        run.signal(signal.SIGTERM)
+        assert run.wait() == 75, run.output()
+        assert "keepstep: not durable: nothing was stored" in run.output()

@@ -43,6 +43,7 @@ WHY_NOT = {
     "adapters/transfer/sink.py": "opens a descriptor again, by /proc/self/fd",
     "adapters/transfer/tls_connector.py": "reads a CA bundle",
     "runtime/process/autoload_check.py": "reads /proc; its file on the volume it opens by `shared_volume`",
+    "runtime/process/descendants.py": "reads /proc",
     "runtime/process/runner.py": "opens the terminal",
     "runtime/process/open_volume.py": "makes the volume itself",
     "runtime/api/server.py": "is the socket, whose place is a setting",

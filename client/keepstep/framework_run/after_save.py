@@ -9,15 +9,36 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from keepstep.asynchronous_saves.background_writer import BackgroundSave
+from keepstep.publishing import Publication
 from keepstep.ranks.coordinator import PATIENCE_SECONDS
 
 _QUIET_SECONDS: Final = 2.0
 _MOST_SECONDS: Final = 60.0
 _LOOK_SECONDS: Final = 0.5
+
+
+@dataclass(slots=True, kw_only=True)
+class UnannouncedSave:
+    """A checkpoint that is saved, and not announced.
+
+    `publication` is None if it cannot be announced. `outside`: it was written there, outside the volume, and is linked
+    to `path` when it is announced. `behind`: its files are being written behind the training. `in_place`: it is there,
+    on all ranks. `may_change`: the program may still add to it, or rename it.
+    """
+
+    path: Path
+    outside: Path | None = None
+    publication: Publication | None
+    claim: ExitStack
+    behind: BackgroundSave | None = None
+    in_place: bool = False
+    may_change: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

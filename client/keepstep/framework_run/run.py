@@ -12,18 +12,18 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Final, NoReturn, TypeVar
 
-from keepstep.asynchronous_saves.background_writer import BackgroundSave, BackgroundWriter
+from keepstep.asynchronous_saves.background_writer import BackgroundWriter
 from keepstep.asynchronous_saves.save_functions import handing_in
 from keepstep.autoload.post_import import reason, warn
 from keepstep.checkpoints.links import break_links, link_tree, put_beside
 from keepstep.checkpoints.records import Kind, Record, read_records
 from keepstep.checkpoints.trainings import is_taken
 from keepstep.errors import ErrorKind, KeepstepError, UsageError
-from keepstep.framework_run.after_save import BackgroundWrites, wait_until_quiet
+from keepstep.framework_run.after_save import BackgroundWrites, UnannouncedSave, wait_until_quiet
 from keepstep.framework_run.output_directories import OutputDirectories
 from keepstep.gate import Action
 from keepstep.publishing import Publication
@@ -38,24 +38,6 @@ _END_SECONDS: Final = 10.0
 """Wait at the end for ranks that may have ended already."""
 _MOST_FROM_ONE_COPY: Final = 4
 """How many checkpoints may be written from one copy: a step that stands still would have its memory grow."""
-
-
-@dataclass(slots=True, kw_only=True)
-class _Saved:
-    """A checkpoint that is saved, and not announced.
-
-    `publication` is None if it cannot be announced. `outside`: it was written there, outside the volume, and is linked
-    to `path` when it is announced. `behind`: its files are being written behind the training. `in_place`: it is there,
-    on all ranks. `may_change`: the program may still add to it, or rename it.
-    """
-
-    path: Path
-    outside: Path | None = None
-    publication: Publication | None
-    claim: ExitStack
-    behind: BackgroundSave | None = None
-    in_place: bool = False
-    may_change: bool = False
 
 
 class FrameworkRun:
@@ -81,9 +63,9 @@ class FrameworkRun:
         self._copied_step = -1
         self._written_from_copy = 0
         """How many checkpoints are written from the last copy."""
-        self._saved: _Saved | None = None
+        self._saved: UnannouncedSave | None = None
         """What is not announced yet."""
-        self._last: _Saved | None = None
+        self._last: UnannouncedSave | None = None
         self._behind: set[Path] = set()
         """Where checkpoints belong that are being written behind the training."""
         self._waiting: tuple[threading.Thread, threading.Event] | None = None
@@ -325,7 +307,7 @@ class FrameworkRun:
             pending = self._begin(path, step, None)
             path = path if outside is None else self.directories.in_volume(path.parent) / path.name
             publication = None if pending is None else self._publication(pending, path)
-            self._saved = saved = _Saved(
+            self._saved = saved = UnannouncedSave(
                 path=path,
                 outside=outside,
                 publication=publication,
@@ -380,7 +362,7 @@ class FrameworkRun:
         last = self._last
         return last is None or last.in_place or last.behind is not None
 
-    def _link(self, saved: _Saved) -> bool:
+    def _link(self, saved: UnannouncedSave) -> bool:
         """Link what was written outside the volume into it; return whether it is there on all ranks."""
         publication = saved.publication
         if publication is None or saved.outside is None or not publication.begin():
@@ -402,7 +384,7 @@ class FrameworkRun:
 
     def _save_behind(
         self,
-        saved: _Saved,
+        saved: UnannouncedSave,
         publication: Publication,
         write: Callable[[Path], object],
         *,
@@ -424,7 +406,7 @@ class FrameworkRun:
         self._behind.add(saved.path)
         saved.behind.then(place)
 
-    def _write(self, saved: _Saved, write: Callable[[Path], object], path: Path) -> None:
+    def _write(self, saved: UnannouncedSave, write: Callable[[Path], object], path: Path) -> None:
         try:
             write(path)
         except BaseException:
@@ -479,7 +461,7 @@ class FrameworkRun:
         else:
             saved.behind.then(announce)
 
-    def _announce_later(self, saved: _Saved, kind: Kind, then: Callable[[bool], object]) -> None:
+    def _announce_later(self, saved: UnannouncedSave, kind: Kind, then: Callable[[bool], object]) -> None:
         publication = saved.publication
         if publication is None:
             saved.claim.close()

@@ -121,7 +121,7 @@ class TorchLoop:
 
         Raises:
             UsageError: In the first call, when a part of the state could not be loaded again.
-            SystemExit: With code 143, after a just-in-time save.
+            SystemExit: With code 143 after a just-in-time save; with 75 if it was lost twice.
         """
         self._state.step += 1
         if not self._has_stepped:
@@ -142,7 +142,7 @@ class TorchLoop:
 
         Raises:
             VolumeError: The last step could not be saved.
-            SystemExit: With code 143, after a just-in-time save.
+            SystemExit: With code 143 after a just-in-time save; with 75 if it was lost twice.
         """
         if self._checkpointer.wait() and self.steps_done != self._saver.saved_step:
             self._save(Kind.FINAL)
