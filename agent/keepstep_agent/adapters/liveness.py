@@ -3,15 +3,12 @@
 The kernel drops a lock when its process dies. The locked file lists what the process is about to announce (its claims),
 and a process that loses its lock loses its claims. A file beside it says which step the process is at.
 
-Only queries locks (F_GETLK) and never takes one, so it cannot disturb a trainer. A forked child does not inherit the
-lock. A lock that this process itself holds is not seen; trainers are other processes.
+Only queries locks and never takes one, so it cannot disturb a trainer. A forked child does not inherit the lock.
 """
 
-import fcntl
 import json
 import os
 import re
-import struct
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
@@ -19,12 +16,10 @@ from typing import Final
 from keepstep_agent.adapters.volume.errors import volume_error
 from keepstep_agent.adapters.volume.shared_volume import Folder, open_volume
 from keepstep_agent.core.limits import CLAIMS_BYTES
+from keepstep_api.liveness_lock import holder
 from keepstep_api.names import RANKS_DIRECTORY, STATE_DIRECTORY
 from keepstep_api.step_file import SIZE_BYTES, SUFFIX, StepRecord, decode
 
-# struct flock of 64-bit Linux: type, whence, start, length, pid; the last field pads it to the kernel's size.
-_FLOCK: Final = struct.Struct("hhqqi0q")
-_WHOLE_FILE: Final = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
 _FOLDER: Final = f"{STATE_DIRECTORY}/{RANKS_DIRECTORY}"
 _RANK: Final = re.compile("[0-9]{1,6}")
 
@@ -52,7 +47,7 @@ class RankLocks:
                 found = [_holder(folder, entry.name) for entry in folder.entries() if _RANK.fullmatch(entry.name)]
         except OSError:
             return frozenset()
-        # 0 is a process of another pid namespace, -1 a lock that belongs to no single process.
+        # 0 and less are no process that is seen here.
         return frozenset(process_id for process_id in found if process_id is not None and process_id > 1)
 
     def step(self, local_rank: int) -> StepRecord | None:
@@ -101,7 +96,6 @@ def _holder(folder: Folder, name: str) -> int | None:
     """Return the process id of the lock's holder; None if nobody holds it."""
     try:
         with folder.opened_file(name) as descriptor:
-            answer = _FLOCK.unpack(fcntl.fcntl(descriptor, fcntl.F_GETLK, _WHOLE_FILE))
+            return holder(descriptor)
     except FileNotFoundError:
         return None
-    return None if answer[0] == fcntl.F_UNLCK else int(answer[4])
