@@ -7,7 +7,9 @@ Checkpointer may be made before the process group is.
 import itertools
 import os
 import secrets
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -17,12 +19,16 @@ from keepstep.gate import Gate, RanksGate, SingleProcessGate
 from keepstep.gate.sigterm import Sigterm
 from keepstep.ranks.coordinator import RankCoordinator, SingleProcess, StoreCoordinator
 from keepstep.ranks.rank_store import job_ranks, open_rank_store
+from keepstep.ranks.rank_watch import RankWatch
 from keepstep.ranks.rendezvous import rendezvous
 from keepstep.settings import Settings
 from keepstep_api import names
 
 _numbers: Final = itertools.count()
 """Numbers the contexts of one process; all ranks make them in the same order."""
+_NOTICE_SECONDS: Final = 10.0
+"""Most that one wait takes after SIGTERM if no agent knows how long the grace period is. torchrun and Kubernetes give
+30 s by default: two waits, and time to end. Without an agent nothing is stored that a longer wait could lose."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,10 +46,22 @@ class RankContext:
         return self.coordinator.ranks.leads_pod
 
 
-def init_ranks(settings: Settings, sigterm: Sigterm, *, rank0_only: bool) -> RankContext:
-    """Find the ranks that save together, and wait for them.
+def init_ranks(
+    settings: Settings,
+    sigterm: Sigterm,
+    *,
+    rank0_only: bool,
+    holds_liveness_lock: bool,
+    grace_seconds: Callable[[], float | None],
+) -> RankContext:
+    """Find the ranks that save together, and wait for them. Raises UsageError, OSError.
 
-    `rank0_only`: this process writes for all, whatever ranks there are. Raises UsageError, OSError.
+    Args:
+        settings: Of this process.
+        sigterm: Of this process.
+        rank0_only: This process writes for all, whatever ranks there are.
+        holds_liveness_lock: Whether this process has that of its local rank.
+        grace_seconds: How much is left of the grace period after a notice; None if nobody knows.
     """
     signal_path = settings.state_directory / names.SIGNAL_FILE
     ranks = None if rank0_only else job_ranks(settings.ranks)
@@ -51,10 +69,21 @@ def init_ranks(settings: Settings, sigterm: Sigterm, *, rank0_only: bool) -> Ran
         if not rank0_only:
             _refuse_lone_follower(settings)
         return _context(settings, SingleProcess(), SingleProcessGate(signal_path, sigterm), secrets.token_hex(4))
+
+    def notice_seconds() -> float | None:
+        if not sigterm.received:
+            return None
+        left = grace_seconds()
+        # The other half is for what follows the wait.
+        return _NOTICE_SECONDS if left is None else max(0.0, left / 2)
+
+    watch = partial(RankWatch, others=ranks.world_size - 1, notice_seconds=notice_seconds)
+    lock = str(settings.ranks.local_rank) if holds_liveness_lock else ""
     try:
-        store = open_rank_store(ranks, f"keepstep/{next(_numbers)}")
-        nonce, ranks = rendezvous(store, _volume_identity(settings.state_directory))
-        store = store.below(nonce, ranks)
+        store = open_rank_store(ranks, f"keepstep/{next(_numbers)}", watch({}))
+        nonce, ranks, locks = rendezvous(store, _volume_identity(settings.state_directory), lock)
+        folder = settings.state_directory / names.RANKS_DIRECTORY
+        store = store.below(nonce, ranks, watch({rank: folder / name for rank, name in locks.items()}))
     except StoreLostError as error:
         raise UsageError(
             ErrorKind.UNSUPPORTED,

@@ -196,7 +196,13 @@ class Session:
         """Return the ranks that save together. The first call waits for all of them. Raises UsageError, VolumeError."""
         if self._context is None:
             try:
-                context = init_ranks(self.settings, self._sigterm, rank0_only=self._rank0_only)
+                context = init_ranks(
+                    self.settings,
+                    self._sigterm,
+                    rank0_only=self._rank0_only,
+                    holds_liveness_lock=self._holds_liveness_lock,
+                    grace_seconds=lambda: self.agent.seconds_to_write(0),
+                )
                 if context.leads_pod and self._holds_liveness_lock:
                     context.local.clean_up()
             except OSError as error:

@@ -22,7 +22,9 @@ def start(store: KeyStore, volumes: Sequence[str]) -> list[tuple[str, Ranks]]:
     met: dict[int, tuple[str, Ranks]] = {}
 
     def rank(number: int) -> None:
-        met[number] = rendezvous(RankStore(store, Ranks(rank=number, world_size=len(volumes))), volumes[number])
+        ranks = Ranks(rank=number, world_size=len(volumes))
+        nonce, place, _ = rendezvous(RankStore(store, ranks), volumes[number])
+        met[number] = nonce, place
 
     threads = [threading.Thread(target=rank, args=(number,), daemon=True) for number in range(len(volumes))]
     for thread in threads:

@@ -129,16 +129,15 @@ class _Store(RankStore):
     def read(self, key: str) -> str | None:
         return cast(str | None, self._replay.ask(Asked.READ, key))
 
-    def wait_for(self, key: str, seconds: float) -> str | None:
+    def wait_for(self, key: str, seconds: float, *, needs: object = None) -> str | None:
         return cast(str | None, self._replay.ask(Asked.WAIT_FOR, key))
 
     def count(self, key: str) -> int:
         return int(self._replay.ask(Asked.COUNT, key))
 
-    def gather(self, key: str, seconds: float, *, until: Callable[[], bool] | None = None) -> list[str] | None:
+    def gather(self, key: str, seconds: float, *, until: Callable[[], bool] = lambda: False) -> list[str] | None:
         found = self._replay.ask(Asked.GATHER, key)
         if found is Word.NOT_YET:
-            assert until is not None
             assert until()
             return None
         return None if found is None else list(found)

@@ -11,23 +11,30 @@ With several ranks, a notice that reaches one rank stops all of them at the same
 3. Rank 0 stores `decision`: the greatest promise and the action, or that the round is cancelled.
 4. All ranks act at the first position after that promise. All ranks pass the same positions, so it is the same for all.
 5. Once all ranks have promised in a later round, none reads this round again, and rank 0 deletes its keys.
-Outside a round, a step costs a lock and a comparison: the gate thread does all the waiting. On timeout a rank cancels
-the round, then follows whatever decision is stored: no rank ever decides alone.
+Outside a round, a step costs a lock and a comparison: the gate thread does all the waiting. On timeout, or when a rank
+is gone that has not promised, a rank cancels the round, then follows whatever decision is stored: no rank ever decides
+alone.
+
+Once the ranks cannot agree any more, because one is gone, SIGTERM ends this process, as it would without Keepstep.
 """
 
 import atexit
 import json
 import logging
+import os
+import sys
 import threading
+import time
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Final, Protocol, TypeAlias
+from typing import Final, NoReturn, Protocol, TypeAlias
 
 from keepstep.errors import StoreLostError
 from keepstep.gate.signal_file import SignalFile
 from keepstep.gate.sigterm import Sigterm
-from keepstep.ranks.rank_store import RankStore
+from keepstep.ranks.rank_store import RankStore, named_ranks
+from keepstep_api import names
 
 Position: TypeAlias = tuple[int, int]
 """Completed optimizer steps, and ticks since then (batches of an evaluation). All ranks pass the same positions."""
@@ -111,6 +118,10 @@ _OTHER_RANKS_WAIT_SECONDS: Final = 30.0
 _SAVE_TRIES: Final = 3
 """Rounds that try a save request. A termination notice is tried as long as the process lives."""
 _JOIN_SECONDS: Final = 5.0
+_LOOK_SECONDS: Final = 1.0
+_LAST_SECONDS: Final = 1.5
+"""Between SIGTERM and the end of a process that cannot save any more: its other threads find out in a second what is
+lost, and say it, and it may end by itself."""
 _CLOSED: Final = "closed"
 """Key that says that some rank's training is over, so that no round can complete after that."""
 
@@ -147,6 +158,7 @@ class RanksGate:
         self._saves_wanted = 0
         self._save_requested = False
         self._oldest_round = 0
+        self._give_up_at: float | None = None
         # Guards what the training thread and the gate thread share.
         self._changed = threading.Condition()
         self._position = _NOT_BEGUN
@@ -213,17 +225,19 @@ class RanksGate:
         return decision.action
 
     def _run(self) -> None:
-        number = 0
+        number, obstacle = 0, ""
         try:
-            while not self._stopped and self._requested(number):
-                self._round(number)
+            while not self._stopped and not obstacle and self._requested(number):
+                obstacle = self._round(number)
                 number += 1
             if self._closing.is_set():
                 self._store.publish(_CLOSED, "")
         except StoreLostError as error:
+            obstacle = f"error={error}"
             if not self._closing.is_set():
                 _log.warning("the ranks can no longer agree on a step to save at: error=%s", error)
-        except Exception:
+        except Exception as error:
+            obstacle = f"error={error!r}"
             # Nothing else reports this, and without the gate thread no notice has an effect.
             _log.exception("the ranks' agreement on a step failed, there will be no just-in-time save")
         finally:
@@ -231,9 +245,28 @@ class RanksGate:
                 if self._decision is None:
                     self._promise = None
                 self._changed.notify_all()
+        if not self._stopped:
+            self._end_when_told(obstacle)
 
-    def _round(self, number: int) -> None:
-        """Run a round, from the first notice on any rank until the training thread acts on it or the gate closes."""
+    def _end_when_told(self, obstacle: str) -> None:
+        """End this process by SIGTERM, also by one that has come, unless the program takes care of it.
+
+        Nothing else may end it: its training may be in a collective that waits for a rank that is gone.
+        """
+        while not self._closing.is_set():
+            is_told = self._sigterm.received and self._sigterm.would_end_process
+            if is_told and (why := obstacle or self._obstacle()):
+                _log.warning("ending without a just-in-time save: %s", why)
+                if not self._closing.wait(_LAST_SECONDS):
+                    _end_now()
+                return
+            self._sigterm.wait(_LOOK_SECONDS)
+
+    def _round(self, number: int) -> str:
+        """Run a round, from the first notice on any rank until the training thread acts on it or the gate closes.
+
+        Returns why there will be no later one; "" if there may be.
+        """
         with self._changed:
             self._decision = None
             self._promise = promise = self._position
@@ -251,6 +284,19 @@ class RanksGate:
             self._save_requested = False
         elif decision.action is Action.NOTHING:
             _log.warning("the ranks did not agree on a step to save at: try=%d", number + 1)
+            return self._obstacle()
+        return ""
+
+    def _obstacle(self) -> str:
+        """Return why there will be no agreement any more; "" if there may be."""
+        gone = self._store.gone()
+        if gone:
+            return f"ended={named_ranks(gone)}"
+        most_seconds = self._store.watch.most_seconds()
+        if self._give_up_at is None and most_seconds is not None:
+            self._give_up_at = time.monotonic() + most_seconds
+        is_late = self._give_up_at is not None and time.monotonic() >= self._give_up_at
+        return "reason=the ranks do not agree" if is_late else ""
 
     def _requested(self, number: int) -> bool:
         """Wait for a notice or a save request on any rank. Returns False when the gate closes."""
@@ -288,7 +334,12 @@ class RanksGate:
         if self._store.ranks.rank == 0:
             decision = self._count(number)
             seconds = 0.0
-        self._store.wait([key], seconds, until=self._is_over)
+        self._store.wait(
+            [key],
+            seconds,
+            until=self._is_over,
+            needs=lambda rank: rank == 0 or self._store.read(f"{number}/promise/{rank}") is None,
+        )
         return Decision.decode(self._store.set_if_absent(key, decision.encode()))
 
     def _count(self, number: int) -> Decision:
@@ -308,3 +359,11 @@ class RanksGate:
 
     def _is_over(self) -> bool:
         return self._closing.is_set() or self._store.read(_CLOSED) is not None
+
+
+def _end_now() -> NoReturn:
+    logging.shutdown()
+    sys.stderr.flush()
+    sys.stdout.flush()
+    # Not as a signal does: the first process of a container survives its own, and 143 says that a step is stored.
+    os._exit(names.NOT_DURABLE_EXIT_CODE)

@@ -46,6 +46,7 @@ class Sigterm:
         """The handlers before of the signals that count as SIGTERM."""
         self._received = False
         self._previous: Any = None
+        self._was_to_exit = False
         self._installed = False
         self._by_faulthandler = False
         self._is_waited_for = False
@@ -80,6 +81,14 @@ class Sigterm:
             with contextlib.suppress(BlockingIOError):
                 self._take_note(self._wake_reader.recv(256))
         return self._received
+
+    @property
+    def would_end_process(self) -> bool:
+        """Whether SIGTERM would end this process if it was not handled here. Any thread may ask."""
+        handler = signal.getsignal(signal.SIGTERM)
+        if self._by_faulthandler:
+            return handler is signal.SIG_DFL
+        return handler == self._handle and (self._previous in (None, signal.SIG_DFL) or self._was_to_exit)
 
     def take_again(self) -> None:
         """Install this handler again, without chaining to the one that a framework installed over it."""
@@ -176,7 +185,7 @@ class Sigterm:
                 self._previous(signal_number, frame)
             except SystemExit:
                 # The previous handler would exit at once; Keepstep exits after the just-in-time save.
-                return
+                self._was_to_exit = True
 
     def _restore(self) -> None:
         if self._by_faulthandler and self._installed:

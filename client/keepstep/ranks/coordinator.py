@@ -2,9 +2,9 @@
 
 Owns the keys of these agreements in the process group's store. Must not know what a save is. Only the choice of what to
 resume from raises: any other agreement that fails means "do not save", never an exception in training. The answer is
-the same on all ranks that reach the store: a rank that times out stores that as the answer, and the others read it.
-Each rank asks the store a few times, however many ranks there are. The last rank to read an answer deletes its keys, so
-that the store, which is in the first rank's memory, does not grow.
+the same on all ranks that reach the store: a rank that times out, or sees that one is gone that has not come, stores
+that as the answer, and the others read it. Each rank asks the store a few times, however many ranks there are. The last
+rank to read an answer deletes its keys, so that the store, which is in the first rank's memory, does not grow.
 """
 
 import json
@@ -28,7 +28,7 @@ _LOOK_SECONDS: Final = 30.0
 """How often a rank that waits looks at the progress of those it waits for."""
 _READ_SECONDS: Final = 5.0
 """Wait for ranks that have come and are about to read an answer. Only one that dies meanwhile makes it that long."""
-_ANSWERS: Final = {"yes": True, "no": False, "late": None}
+_ANSWERS: Final = {"yes": True, "no": False, "late": None, "gone": None}
 
 
 class RankCoordinator(Protocol):
@@ -37,7 +37,7 @@ class RankCoordinator(Protocol):
     ranks: Ranks
 
     def agree(self, key: str, ok: bool = True, *, seconds: float = PATIENCE_SECONDS, progress: str = "") -> bool | None:
-        """Return whether `ok` is true on all ranks; None when some do not come in time, or the store is lost.
+        """Return whether `ok` is true on all ranks; None when some do not come in time, are gone, or the store is lost.
 
         With `progress`, the time begins anew whenever a rank has published something under that key.
         """
@@ -175,39 +175,35 @@ class StoreCoordinator:
 
     def _agree(self, key: str, ok: bool, seconds: float = PATIENCE_SECONDS, progress: str = "") -> bool | None:
         answer = f"{key}/answer"
-        if not ok:
-            stands = self._store.set_if_absent(answer, "no")
-        elif self._counts_last(key):
-            stands = self._store.set_if_absent(answer, "yes")
-        else:
+        stands = self._come(key) if ok else self._store.set_if_absent(answer, "no")
+        if stands is None:
+            began_at = time.monotonic()
             stands = self._while_it_moves(
-                lambda seconds: self._store.wait_for(answer, seconds), seconds, progress
-            ) or self._store.set_if_absent(answer, self._late(key))
-        word, _, late = stands.partition(" ")
-        if word == "late":
-            _log.warning("not all ranks came in time: about=%s seconds=%.0f waited_for=%s", key, seconds, late)
+                lambda seconds: self._store.wait_for(answer, seconds, needs=lambda rank: not self._has_come(rank, key)),
+                seconds,
+                progress,
+            ) or self._store.set_if_absent(answer, self._missing(key, min(seconds, time.monotonic() - began_at)))
+        word, _, missing = stands.partition(" ")
+        if missing:
+            what = "a rank is gone and not waited for" if word == "gone" else "not all ranks came in time"
+            _log.warning("%s: about=%s %s", what, key, missing)
         self._forget_when_read(key, *([progress] if progress else []))
-        if word == "late":
+        if missing:
             self._unread = None
         return _ANSWERS[word]
 
-    def _while_it_moves(
-        self,
-        look: Callable[[float], _Result | None],
-        seconds: float,
-        progress: str,
-        until: Callable[[], bool] = lambda: False,
-    ) -> _Result | None:
+    def _while_it_moves(self, look: Callable[[float], _Result | None], seconds: float, progress: str) -> _Result | None:
         """Return what `look` finds within its seconds; with `progress`, look on for as long as that changes.
 
-        Not after `until` is true.
+        Not after a look that ends before its time.
         """
         if not progress:
             return look(seconds)
         seen, give_up_at = None, time.monotonic() + seconds
-        while time.monotonic() < give_up_at:
-            found = look(min(seconds, _LOOK_SECONDS))
-            if found is not None or until():
+        while (began_at := time.monotonic()) < give_up_at:
+            look_seconds = min(seconds, _LOOK_SECONDS)
+            found = look(look_seconds)
+            if found is not None or time.monotonic() < began_at + look_seconds:
                 return found
             line = self._store.read(progress)
             if line != seen:
@@ -215,22 +211,31 @@ class StoreCoordinator:
                 _log.info("waiting for other ranks: %s", line)
         return None
 
-    def _late(self, key: str) -> str:
-        return f"late {named_ranks(self._store.ranks_without('at', key))}"
+    def _missing(self, key: str, seconds: float) -> str:
+        gone = self._store.gone(lambda rank: not self._has_come(rank, key))
+        if gone:
+            return f"gone ended={named_ranks(gone)}"
+        return f"late seconds={seconds:.0f} waited_for={named_ranks(self._store.ranks_without('at', key))}"
+
+    def _has_come(self, rank: int, key: str) -> bool:
+        """Whether a rank that is gone came to this agreement last, and so has done all that it had to do for it."""
+        return self._store.read(f"at/{rank}") == key
 
     def _arrive(self, key: str) -> bool:
-        if self._counts_last(key):
-            self._store.set_if_absent(f"{key}/answer", "yes")
+        self._come(key)
         self._forget_when_read(key)
         # The ranks that wait for it may come much later, and `close` does not wait for them.
         self._unread = None
         return True
 
-    def _counts_last(self, key: str) -> bool:
-        """Publish that this rank is here; return whether it is the last."""
-        # One key per rank for all agreements: it shows at which agreement a late rank was last.
+    def _come(self, key: str) -> str | None:
+        """Count this rank as one that is here; return the answer if it is the last."""
+        is_last = self._store.count(f"{key}/count") == self.ranks.world_size
+        answer = self._store.set_if_absent(f"{key}/answer", "yes") if is_last else None
+        # One key per rank for all agreements: it shows at which agreement a late rank was last. After the rest, so that
+        # it is true of a rank that ends in between.
         self._store.publish(f"at/{self.ranks.rank}", key)
-        return self._store.count(f"{key}/count") == self.ranks.world_size
+        return answer
 
     def _forget_when_read(self, key: str, *more: str) -> None:
         """Count this rank as done with `key`; the last rank deletes it."""
@@ -257,27 +262,34 @@ class StoreCoordinator:
     def _choose_newest(self, key: str, candidates: Sequence[tuple[int, str]] | None, progress: str) -> dict[str, Any]:
         own = None if candidates is None else list(candidates)
         self._store.publish(f"{key}/has/{self.ranks.rank}", json.dumps(own))
-        outcome: dict[str, Any] = {"newest": None, "late": [0], "seconds": 2 * PATIENCE_SECONDS}
+        began_at, most_seconds = time.monotonic(), PATIENCE_SECONDS
+        newest: tuple[int, str] | None = None
         if self.ranks.rank == 0:
-            late: list[int] = []
             answers = self._while_it_moves(
                 lambda seconds: self._store.gather(f"{key}/has", seconds, until=lambda: self.is_answered(key)),
-                PATIENCE_SECONDS,
+                most_seconds,
                 progress,
-                until=lambda: self.is_answered(key),
             )
-            if answers is None:
-                late = self._store.ranks_without(f"{key}/has")
+            late = [] if answers is not None else self._store.ranks_without(f"{key}/has")
+            if answers is None and not late:
                 # The last rank may have come just now.
-                answers = None if late else self._store.gather(f"{key}/has", 0.0)
+                answers = self._store.gather(f"{key}/has", 0.0)
             named = [found for answer in answers or ["[]"] if (found := json.loads(answer)) is not None]
             common = [{(step, save) for step, save in found} for found in named]
             newest = max(set.intersection(*common), default=None)
-            outcome = {"newest": newest, "late": late, "seconds": PATIENCE_SECONDS}
+            gone = self._store.gone(lambda rank: rank in late)
         else:
+            # When all have named theirs, only rank 0 has something left to do.
+            def is_needed(rank: int) -> bool:
+                return rank == 0 or self._store.read(f"{key}/has/{rank}") is None
+
+            most_seconds, late = 2 * PATIENCE_SECONDS, [0]
             self._while_it_moves(
-                lambda seconds: self._store.wait_for(f"{key}/answer", seconds), 2 * PATIENCE_SECONDS, progress
+                lambda seconds: self._store.wait_for(f"{key}/answer", seconds, needs=is_needed), most_seconds, progress
             )
+            gone = self._store.gone(is_needed)
+        waited_seconds = min(most_seconds, time.monotonic() - began_at)
+        outcome = {"newest": newest, "late": gone or late, "seconds": None if gone else waited_seconds}
         stands: dict[str, Any] = json.loads(self._store.set_if_absent(f"{key}/answer", json.dumps(outcome)))
         has = [f"{key}/has/{rank}" for rank in range(self.ranks.world_size)]
         self._forget_when_read(key, *has, *([progress] if progress else []))

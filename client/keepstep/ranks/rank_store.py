@@ -15,6 +15,7 @@ from typing import Any, Final, Protocol, TypeVar, cast
 
 from keepstep.errors import ErrorKind, StoreLostError, UsageError
 from keepstep.private_members import require
+from keepstep.ranks.rank_watch import RankWatch
 
 _Result = TypeVar("_Result")
 
@@ -60,17 +61,21 @@ class Ranks:
 
 
 class RankStore:
-    """Keys below one prefix. A value that `set_if_absent` stored stays; any other may be published again."""
+    """Keys below one prefix. A value that `set_if_absent` stored stays; any other may be published again.
 
-    def __init__(self, store: KeyStore, ranks: Ranks, prefix: str = "") -> None:
+    Every wait ends early when a rank that it `needs` is gone, and after a notice, see RankWatch.
+    """
+
+    def __init__(self, store: KeyStore, ranks: Ranks, prefix: str = "", watch: RankWatch | None = None) -> None:
         self.ranks = ranks
+        self.watch = watch or RankWatch({}, others=ranks.world_size - 1)
         self.look_seconds: Final = max(_SHORTEST_LOOK_SECONDS, ranks.world_size / _LOOKS_PER_SECOND)
         self._store = store
         self._prefix = prefix
 
-    def below(self, prefix: str, ranks: Ranks) -> "RankStore":
+    def below(self, prefix: str, ranks: Ranks, watch: RankWatch | None = None) -> "RankStore":
         """Return a store on the same connection, for keys below a further prefix."""
-        return RankStore(self._store, ranks, f"{self._prefix}{prefix}/")
+        return RankStore(self._store, ranks, f"{self._prefix}{prefix}/", watch or self.watch)
 
     def publish(self, key: str, value: str) -> None:
         _answered(lambda: self._store.set(self._key(key), value))
@@ -84,28 +89,42 @@ class RankStore:
         name = self._key(key)
         return _answered(lambda: self._store.get(name).decode() if self._store.check([name]) else None)
 
-    def wait(self, keys: Sequence[str], seconds: float, *, until: Callable[[], bool] | None = None) -> bool:
-        """Wait until all keys are published. Returns False after `seconds`, or once `until` returns true."""
+    def wait(
+        self,
+        keys: Sequence[str],
+        seconds: float,
+        *,
+        until: Callable[[], bool] = lambda: False,
+        needs: Callable[[int], bool] = lambda rank: False,
+    ) -> bool:
+        """Wait until all keys are published. Returns False after `seconds`, or once `until` returns true.
+
+        `needs`: asked of a rank that is gone; whether it would still have something to do for this.
+        """
         names = [self._key(key) for key in keys]
-        return self._look_until(lambda: self._store.check(names), seconds, until)
+        return self._look_until(lambda: self._store.check(names), seconds, lambda: until() or bool(self.gone(needs)))
+
+    def gone(self, needs: Callable[[int], bool] = lambda rank: True) -> list[int]:
+        """Return the ranks that are gone, of those that `needs` returns true for."""
+        return [rank for rank in self.watch.gone() if needs(rank)]
 
     def wait_until_forgotten(self, key: str, seconds: float) -> bool:
         """Wait until `key` is deleted; return whether that happened in time."""
-        names = [self._key(key)]
-        return self._look_until(lambda: not self._store.check(names), seconds)
+        names, others = [self._key(key)], self.ranks.world_size - 1
+        return self._look_until(lambda: not self._store.check(names), seconds, lambda: len(self.gone()) == others)
 
-    def wait_for(self, key: str, seconds: float) -> str | None:
+    def wait_for(self, key: str, seconds: float, *, needs: Callable[[int], bool] = lambda rank: False) -> str | None:
         """Wait for the value of `key`; None when no rank publishes it in time."""
-        return self.read(key) if self.wait([key], seconds) else None
+        return self.read(key) if self.wait([key], seconds, needs=needs) else None
 
     def count(self, key: str) -> int:
         """Add one to a counter and return its value."""
         return _answered(lambda: self._store.add(self._key(key), 1))
 
-    def gather(self, key: str, seconds: float, *, until: Callable[[], bool] | None = None) -> list[str] | None:
+    def gather(self, key: str, seconds: float, *, until: Callable[[], bool] = lambda: False) -> list[str] | None:
         """Wait for what each rank publishes under `<key>/<rank>`; None when one does not in time. For one rank."""
         keys = [f"{key}/{rank}" for rank in range(self.ranks.world_size)]
-        if not self.wait(keys, seconds, until=until):
+        if not self.wait(keys, seconds, until=until, needs=lambda rank: self.read(keys[rank]) is None):
             return None
         names = [self._key(key) for key in keys]
         return [value.decode() for value in _answered(lambda: self._store.multi_get(names))]
@@ -124,12 +143,15 @@ class RankStore:
         """Delete what each rank published under `<key>/<rank>`."""
         self.forget(*(f"{key}/{rank}" for rank in range(self.ranks.world_size)))
 
-    def _look_until(self, holds: Callable[[], bool], seconds: float, until: Callable[[], bool] | None = None) -> bool:
+    def _look_until(self, holds: Callable[[], bool], seconds: float, until: Callable[[], bool]) -> bool:
         """Poll until `holds` returns true. The store's own wait would write to stderr each time it times out."""
         give_up_at = time.monotonic() + seconds
         sleep_seconds = _FIRST_SLEEP_SECONDS
+        most_seconds: float | None = None
         while not _answered(holds):
-            if time.monotonic() >= give_up_at or (until is not None and until()):
+            if most_seconds is None and (most_seconds := self.watch.most_seconds()) is not None:
+                give_up_at = min(give_up_at, time.monotonic() + most_seconds)
+            if time.monotonic() >= give_up_at or until():
                 return False
             time.sleep(sleep_seconds)
             sleep_seconds = min(2 * sleep_seconds, self.look_seconds)
@@ -153,7 +175,7 @@ def job_ranks(launched: Ranks) -> Ranks | None:
     return replace(launched, rank=distributed.get_rank(), world_size=distributed.get_world_size())
 
 
-def open_rank_store(ranks: Ranks, prefix: str) -> RankStore:
+def open_rank_store(ranks: Ranks, prefix: str, watch: RankWatch | None = None) -> RankStore:
     """Open a new connection to the process group's store. Raises UsageError, StoreLostError."""
     distributed = _distributed()
     assert distributed is not None
@@ -170,7 +192,7 @@ def open_rank_store(ranks: Ranks, prefix: str) -> RankStore:
         ) from error
     except (RuntimeError, ValueError) as error:
         raise StoreLostError(error) from error
-    return RankStore(store, ranks, f"{prefix}/")
+    return RankStore(store, ranks, f"{prefix}/", watch)
 
 
 def _connected_again(distributed: Any, store: Any) -> KeyStore:

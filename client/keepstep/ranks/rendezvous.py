@@ -3,13 +3,14 @@
 torchelastic keeps its store across restarts, and no environment variable identifies the start in the same way on all
 nodes. So each rank publishes a random token; rank 0 answers each rank with its token and one nonce for all; each rank
 confirms the nonce. When all have confirmed, the rendezvous is complete, and keys below the nonce belong to this start
-alone. Rank 0 also says which ranks share a volume, because launchers differ in what they tell a process about that.
+alone. Rank 0 also says which ranks share a volume, because launchers differ in what they tell a process about that, and
+what each of them has said about itself.
 """
 
 import json
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -20,17 +21,24 @@ MEET_SECONDS: Final = 600.0
 """Long, because one rank may prepare its data before it comes."""
 
 
-def rendezvous(store: RankStore, volume: str, *, seconds: float = MEET_SECONDS) -> tuple[str, Ranks]:
+def rendezvous(
+    store: RankStore, volume: str, lock: str = "", *, seconds: float = MEET_SECONDS
+) -> tuple[str, Ranks, Mapping[int, str]]:
     """Wait for all ranks; return the nonce of this start of the job, the same on all of them, and this one's place.
 
-    `volume` is the same for ranks that share one. Raises StoreLostError, also when some ranks do not come.
+    `volume` is the same for ranks that share one. `lock` names the liveness lock that this rank holds there; the third
+    value has those of the others that share it. Raises StoreLostError, also when some ranks do not come.
     """
     token = secrets.token_hex(8)
-    store.publish(f"token/{store.ranks.rank}", json.dumps([token, volume]))
+    store.publish(f"token/{store.ranks.rank}", json.dumps([token, volume, lock]))
     host = _Host(store) if store.ranks.rank == 0 else None
-    give_up_at = time.monotonic() + seconds
+    began_at = time.monotonic()
+    give_up_at = began_at + seconds
+    most_seconds: float | None = None
     nonce = ""
     while time.monotonic() < give_up_at:
+        if most_seconds is None and (most_seconds := store.watch.most_seconds()) is not None:
+            give_up_at = min(give_up_at, time.monotonic() + most_seconds)
         if host is not None:
             host.look()
         answer = json.loads(store.read(f"answer/{store.ranks.rank}") or "{}")
@@ -39,12 +47,15 @@ def rendezvous(store: RankStore, volume: str, *, seconds: float = MEET_SECONDS) 
                 nonce = answer["nonce"]
                 store.publish(f"confirmed/{store.ranks.rank}", nonce)
             if store.read("met") == nonce:
-                return nonce, replace(store.ranks, pod=tuple(answer["pod"]))
+                locks = dict(zip(answer["pod"], answer["locks"], strict=True))
+                others = {rank: name for rank, name in locks.items() if name and rank != store.ranks.rank}
+                return nonce, replace(store.ranks, pod=tuple(answer["pod"])), others
         time.sleep(store.look_seconds)
     # A rank with a token of an earlier start may be missing too, and cannot be told from one that has come.
     absent = store.ranks_without("token")
     named = f", there is no sign of {named_ranks(absent)}" if absent else ""
-    raise StoreLostError(f"not all {store.ranks.world_size} ranks came within {seconds:.0f} s{named}")
+    waited_seconds = min(seconds, time.monotonic() - began_at)
+    raise StoreLostError(f"not all {store.ranks.world_size} ranks came within {waited_seconds:.0f} s{named}")
 
 
 class _Host:
@@ -68,8 +79,11 @@ class _Host:
         if confirmed is not None and set(confirmed) == {self._nonce}:
             self._store.publish("met", self._nonce)
 
-    def _answers(self, tokens: Sequence[tuple[str, str]]) -> Sequence[dict[str, Any]]:
-        pods: dict[str, list[int]] = {}
-        for rank, (_, volume) in enumerate(tokens):
-            pods.setdefault(volume, []).append(rank)
-        return [{"token": token, "nonce": self._nonce, "pod": pods[volume]} for token, volume in tokens]
+    def _answers(self, tokens: Sequence[tuple[str, str, str]]) -> Sequence[dict[str, Any]]:
+        pods: dict[str, dict[int, str]] = {}
+        for rank, (_, volume, lock) in enumerate(tokens):
+            pods.setdefault(volume, {})[rank] = lock
+        return [
+            {"token": token, "nonce": self._nonce, "pod": list(pods[volume]), "locks": list(pods[volume].values())}
+            for token, volume, _ in tokens
+        ]
