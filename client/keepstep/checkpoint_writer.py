@@ -57,7 +57,7 @@ class CheckpointWriter:
             session.abort(pending)
             self.failure = VolumeError(
                 ErrorKind.VOLUME_UNUSABLE,
-                f"cannot save {self._path.name}: {self._publication.failure or 'another rank cannot'}",
+                f"cannot save {self._path.name}: {self._publication.failure or 'another rank cannot, or is gone'}",
                 hint="check whether the volume is full",
             )
         self.directory: Path = self._publication.written

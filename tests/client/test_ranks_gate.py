@@ -24,6 +24,7 @@ import keepstep.ranks.rank_store
 from keepstep.gate import Action, RanksGate
 from keepstep.gate.sigterm import Sigterm
 from keepstep.ranks.rank_store import Ranks, RankStore
+from keepstep.ranks.rank_watch import RankWatch
 from keepstep_api import signal_file
 
 
@@ -146,6 +147,19 @@ def test_rounds_without_all_ranks_are_off_and_the_first_with_all_stops_them(
         results = run_all([partial(train, gate) for gate in made])
     assert len({tuple(result) for result in results}) == 1, results
     assert results[0][-1][1] is Action.SAVE_AND_EXIT
+
+
+def test_a_round_without_a_rank_that_is_gone_is_off_at_once_and_the_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(RankWatch, "gone", lambda watch: [2])
+    monkeypatch.setattr(keepstep.gate.gates, "_RANK_0_WAIT_SECONDS", 3600.0)
+    monkeypatch.setattr(keepstep.gate.gates, "_OTHER_RANKS_WAIT_SECONDS", 3600.0)
+    with gates(tmp_path, 3, absent=frozenset({2})) as made:
+        made[1].notice()
+        wait_until(lambda: caplog.text.count("did not agree") == 2, HANG_SECONDS, "the round is off on both")
+        assert run_all([partial(train, gate, until=1000) for gate in made]) == [[], []]
+    assert caplog.text.count("did not agree") == 2
 
 
 def test_a_save_that_cannot_be_agreed_on_is_given_up(

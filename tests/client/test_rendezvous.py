@@ -14,17 +14,17 @@ from keepstep.errors import ErrorKind, RanksError, StoreLostError
 from keepstep.ranks import coordinator, rank_store
 from keepstep.ranks.coordinator import StoreCoordinator
 from keepstep.ranks.rank_store import KeyStore, Ranks, RankStore
+from keepstep.ranks.rank_watch import RankWatch
 from keepstep.ranks.rendezvous import rendezvous
 
 
-def start(store: KeyStore, volumes: Sequence[str]) -> list[tuple[str, Ranks]]:
-    """All ranks of one start of the job, on those volumes."""
-    met: dict[int, tuple[str, Ranks]] = {}
+def start(store: KeyStore, volumes: Sequence[str], locks: Sequence[str] = ()) -> list[tuple[str, Ranks, object]]:
+    """All ranks of one start of the job, on those volumes, with those locks there."""
+    met: dict[int, tuple[str, Ranks, object]] = {}
 
     def rank(number: int) -> None:
         ranks = Ranks(rank=number, world_size=len(volumes))
-        nonce, place, _ = rendezvous(RankStore(store, ranks), volumes[number])
-        met[number] = nonce, place
+        met[number] = rendezvous(RankStore(store, ranks), volumes[number], *locks[number : number + 1])
 
     threads = [threading.Thread(target=rank, args=(number,), daemon=True) for number in range(len(volumes))]
     for thread in threads:
@@ -37,10 +37,15 @@ def start(store: KeyStore, volumes: Sequence[str]) -> list[tuple[str, Ranks]]:
 
 def test_ranks_learn_one_nonce_and_who_shares_their_volume() -> None:
     met = start(distributed.HashStore(), ["a", "b", "a", "b", "c"])
-    assert len({nonce for nonce, _ in met}) == 1
-    assert [ranks.pod for _, ranks in met] == [(0, 2), (1, 3), (0, 2), (1, 3), (4,)]
-    assert [ranks.local_world_size for _, ranks in met] == [2, 2, 2, 2, 1]
-    assert [ranks.leads_pod for _, ranks in met] == [True, True, False, False, True]
+    assert len({nonce for nonce, *_ in met}) == 1
+    assert [ranks.pod for _, ranks, _ in met] == [(0, 2), (1, 3), (0, 2), (1, 3), (4,)]
+    assert [ranks.local_world_size for _, ranks, _ in met] == [2, 2, 2, 2, 1]
+    assert [ranks.leads_pod for _, ranks, _ in met] == [True, True, False, False, True]
+
+
+def test_ranks_learn_who_holds_which_lock_in_their_volume() -> None:
+    met = start(distributed.HashStore(), ["a", "b", "a", "a"], ["0", "0", "1", ""])
+    assert [others for _, _, others in met] == [{2: "1"}, {}, {0: "0"}, {0: "0", 2: "1"}]
 
 
 def test_a_restart_in_the_same_store_meets_under_another_nonce() -> None:
@@ -56,12 +61,24 @@ def test_nobody_takes_an_earlier_starts_hello_for_a_rank_that_has_come() -> None
         rendezvous(RankStore(store, Ranks(rank=0, world_size=2)), "a", seconds=0.2)
     with pytest.raises(StoreLostError, match="not all 2 ranks"):
         rendezvous(RankStore(store, Ranks(rank=1, world_size=2)), "a", seconds=0.2)
-    assert len({nonce for nonce, _ in start(store, ["a", "a"])}) == 1
+    assert len({nonce for nonce, *_ in start(store, ["a", "a"])}) == 1
 
 
-def jobs(world_size: int) -> list[StoreCoordinator]:
+def jobs(world_size: int, watch: RankWatch | None = None) -> list[StoreCoordinator]:
     store = distributed.HashStore()
-    return [StoreCoordinator(RankStore(store, Ranks(rank=rank, world_size=world_size))) for rank in range(world_size)]
+    places = [Ranks(rank=rank, world_size=world_size) for rank in range(world_size)]
+    return [StoreCoordinator(RankStore(store, place, watch=watch)) for place in places]
+
+
+class Watch(RankWatch):
+    """What the test says that a process sees."""
+
+    def __init__(self, *gone: int, notice_seconds: float | None = None) -> None:
+        super().__init__({}, others=1, notice_seconds=lambda: notice_seconds)
+        self.those = list(gone)
+
+    def gone(self) -> Sequence[int]:
+        return self.those
 
 
 def test_a_rank_that_waited_too_long_and_the_one_that_came_later_have_the_same_answer() -> None:
@@ -195,6 +212,65 @@ def test_a_rank_that_no_agreement_saw_is_named_in_the_log(caplog: pytest.LogCapt
     assert first.agree("question", seconds=0.05) is None
     assert "waited_for=ranks 1, 2" in caplog.text
     assert second.agree("question", seconds=HANG_SECONDS) is None
+
+
+def test_a_rank_that_is_gone_ends_an_agreement_for_all(caplog: pytest.LogCaptureFixture) -> None:
+    first, second, _ = jobs(3, Watch(2))
+    assert first.agree("question", seconds=HANG_SECONDS) is None
+    assert second.agree("question", seconds=HANG_SECONDS) is None
+    assert caplog.text.count("a rank is gone and not waited for: about=question ended=rank 2") == 2
+
+
+def test_a_rank_that_is_gone_has_come_to_what_it_came_to_last() -> None:
+    first, second, third = jobs(3, Watch(2))
+    third.arrive("question")
+    answers: list[bool | None] = []
+    waiting = threading.Thread(target=lambda: answers.append(first.agree("question", seconds=HANG_SECONDS)))
+    waiting.start()
+    assert second.agree("question", seconds=HANG_SECONDS) is True
+    waiting.join(HANG_SECONDS)
+    assert answers == [True]
+
+
+def test_what_all_ranks_have_agreed_on_stands_though_one_is_gone_before_another_reads_it() -> None:
+    watch = Watch()
+    first, second = jobs(2, watch)
+    first.arrive("question")
+    second.arrive("question")
+    second.arrive("another")
+    watch.those = [1]
+    assert first.agree("another", seconds=HANG_SECONDS) is True
+
+
+def test_a_rank_that_is_gone_ends_the_choice_of_a_checkpoint_for_all_and_is_named() -> None:
+    first, second, _ = jobs(3, Watch(2))
+    for rank in (second, first):
+        with pytest.raises(RanksError, match="rank 2 left and did not name the checkpoints"):
+            rank.choose_newest("resume", [(1, "a")])
+
+
+def test_what_a_rank_that_is_gone_does_not_bring_is_not_waited_for() -> None:
+    assert jobs(2, Watch(1))[0].gather("states", "a") is None
+
+
+def test_the_first_rank_does_not_stay_for_ranks_that_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coordinator, "_READ_SECONDS", 3600.0)
+    first, _ = jobs(2, Watch(1))
+    assert first.agree("question", ok=False) is False
+    first.close()
+
+
+def test_a_notice_ends_a_wait_and_all_ranks_have_the_same_answer(caplog: pytest.LogCaptureFixture) -> None:
+    first, second = jobs(2, Watch(notice_seconds=0.05))
+    assert first.agree("question", seconds=3600.0) is None
+    assert second.agree("question", seconds=3600.0) is None
+    assert caplog.text.count("not all ranks came in time: about=question seconds=0 waited_for=rank 1") == 2
+
+
+def test_a_notice_ends_the_wait_for_ranks_that_do_not_come_to_the_start_of_the_job() -> None:
+    store = RankStore(distributed.HashStore(), Ranks(rank=0, world_size=2), watch=Watch(notice_seconds=0.05))
+    with pytest.raises(StoreLostError, match="not all 2 ranks came within 0 s, there is no sign of rank 1"):
+        rendezvous(store, "a", seconds=3600.0)
 
 
 def test_who_has_not_come_to_the_start_of_the_job_is_named() -> None:

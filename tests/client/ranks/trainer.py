@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import nullcontext, suppress
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -322,6 +323,58 @@ def checkpointer_with_a_slow_pod() -> None:
     say("done")
 
 
+def die(where: str) -> None:
+    """End rank 1 there, if the test says so."""
+    if RANK == 1 and os.environ["KILLED"] == where:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def checkpointer_of_which_rank_1_dies() -> None:
+    """When all have met. With ASYNCHRONOUS the files are written behind the training."""
+    saver = keepstep.Checkpointer(asynchronous="ASYNCHRONOUS" in os.environ)
+    assert saver._session.context().coordinator.ranks.world_size == 2
+    die("before it resumes")
+    saver.resume()
+    for step in (1, 2):
+        distributed.barrier()
+        if step == 2:
+            die("before a save")
+        if saver.should_save(step, every=1):
+            with saver.save(step) as directory:
+                torch.save({"step": step}, directory / f"rank-{RANK}.pt")
+                if step == 2:
+                    die("in a save")
+        say(f"passed {step}")
+    if "HANGS" in os.environ:
+        # In C++, as in a collective of a backend that does not notice that a rank is gone.
+        distributed.distributed_c10d._get_default_store().wait(["never"], timedelta(seconds=HANG_SECONDS))
+    distributed.barrier()
+
+
+def framework_of_which_rank_1_dies() -> None:
+    run = FrameworkRun.current()
+    assert run.same(0, "met")
+    die("before it resumes")
+    run.newest()
+    for step in (1, 2):
+        distributed.barrier()
+        if step == 2:
+            die("before a save")
+        if run.admits(step):
+
+            def write(path: Path, step: int = step) -> None:
+                path.mkdir(exist_ok=True)
+                torch.save({"step": step}, path / f"rank-{RANK}.pt")
+                if step == 2:
+                    die("in a save")
+
+            place = Path(os.environ["OUTPUT"]) / f"checkpoint-{step}"
+            run.save(place, step, write, asynchronous="ASYNCHRONOUS" in os.environ)
+            run.announce()
+        say(f"passed {step}")
+    distributed.barrier()
+
+
 SCENARIOS: dict[str, Callable[[], None]] = {
     scenario.__name__: scenario
     for scenario in (
@@ -339,6 +392,8 @@ SCENARIOS: dict[str, Callable[[], None]] = {
         framework_that_rank_1_does_without,
         program_that_closes_nothing,
         checkpointer_with_a_slow_pod,
+        checkpointer_of_which_rank_1_dies,
+        framework_of_which_rank_1_dies,
     )
 }
 

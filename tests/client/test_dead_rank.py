@@ -1,0 +1,54 @@
+"""A rank that dies: the other one does not wait for it, says which one is gone and what is lost, and ends by itself."""
+
+import re
+from pathlib import Path
+
+import pytest
+from tests.client.ranks.job import job
+from tests.torch_loop.torchrun import torchrun
+
+from keepstep_api import names
+
+PROGRAM = Path(__file__).with_name("ranks") / "trainer.py"
+
+
+@pytest.mark.parametrize("environment", [{}, {"ASYNCHRONOUS": "1"}], ids=["in training", "behind it"])
+@pytest.mark.parametrize("scenario", ["checkpointer_of_which_rank_1_dies", "framework_of_which_rank_1_dies"])
+def test_a_rank_that_dies_in_a_save_is_not_waited_for(
+    scenario: str, environment: dict[str, str], tmp_path: Path
+) -> None:
+    volume = tmp_path / "v"
+    with job(scenario, tmp_path, [volume], local_world_size=2, KILLED="in a save", **environment) as (rank, _):
+        assert rank.rest() == ["passed 1", "passed 2"]
+        assert rank.exit_code() == 1
+        log = rank.log_text()
+    assert re.search(r"a rank is gone and not waited for: about=\S+/2/written ended=rank 1\n", log), log
+    assert re.search(r"another rank failed: path=\S+/checkpoint-2\n", log), log
+    assert [path.name for path in volume.glob("*/checkpoint-*")] == ["checkpoint-1"]
+
+
+@pytest.mark.parametrize("scenario", ["checkpointer_of_which_rank_1_dies", "framework_of_which_rank_1_dies"])
+def test_a_rank_that_dies_before_it_comes_to_a_save_is_not_waited_for(scenario: str, tmp_path: Path) -> None:
+    volume = tmp_path / "v"
+    with job(scenario, tmp_path, [volume], local_world_size=2, KILLED="before a save") as (rank, _):
+        assert rank.rest()[0] == "passed 1"
+        assert rank.exit_code() == 1
+        log = rank.log_text()
+    assert re.search(r"a rank is gone and not waited for: about=\S+/2/admitted ended=rank 1\n", log), log
+
+
+@pytest.mark.parametrize("scenario", ["checkpointer_of_which_rank_1_dies", "framework_of_which_rank_1_dies"])
+def test_a_rank_that_dies_before_it_resumes_is_named(scenario: str, tmp_path: Path) -> None:
+    with job(scenario, tmp_path, [tmp_path / "v"], local_world_size=2, KILLED="before it resumes") as (rank, _):
+        assert rank.rest() == []
+        assert rank.exit_code() == 1
+        assert "rank 1 left and did not name the checkpoints to choose from" in rank.log_text()
+
+
+def test_a_launchers_sigterm_ends_a_rank_that_hangs_where_another_died(tmp_path: Path) -> None:
+    scenario = "checkpointer_of_which_rank_1_dies"
+    ended = torchrun(PROGRAM, scenario, directory=tmp_path, KILLED="in a save", HANGS="1", ASYNCHRONOUS="1")
+    codes = re.findall(r"exitcode +: (-?\d+)", ended.output)
+    assert sorted(codes) == ["-9", str(names.NOT_DURABLE_EXIT_CODE)], ended.output
+    assert "ending without a just-in-time save: ended=rank 1" in ended.output
+    assert re.search(r"another rank failed: path=\S+/checkpoint-2\n", ended.output), ended.output
