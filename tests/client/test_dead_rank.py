@@ -1,13 +1,17 @@
 """A rank that dies: the other one does not wait for it, says which one is gone and what is lost, and ends by itself."""
 
 import re
+import signal
+import time
 from pathlib import Path
 
 import pytest
-from tests.client.ranks.job import job
+from tests.client.agent_server import AgentServer, serving
+from tests.client.ranks.job import job, notify
 from tests.torch_loop.torchrun import torchrun
 
 from keepstep_api import names
+from keepstep_api.v1 import agent_pb2
 
 PROGRAM = Path(__file__).with_name("ranks") / "trainer.py"
 
@@ -43,6 +47,24 @@ def test_a_rank_that_dies_before_it_resumes_is_named(scenario: str, tmp_path: Pa
         assert rank.rest() == []
         assert rank.exit_code() == 1
         assert "rank 1 left and did not name the checkpoints to choose from" in rank.log_text()
+
+
+def test_a_rank_that_dies_in_another_pod_is_waited_for_until_this_pod_ends(tmp_path: Path) -> None:
+    pods = [tmp_path / "a", tmp_path / "b"]
+    agent = AgentServer()
+    agent.status = agent_pb2.Status(deadline=time.time())
+    scenario = "checkpointer_of_which_rank_1_dies"
+    with (
+        serving(pods[0] / names.STATE_DIRECTORY / names.SOCKET, agent),
+        job(scenario, tmp_path, pods, local_world_size=1, KILLED="in a save") as (rank, dead),
+    ):
+        rank.wait_for("passed 1")
+        assert dead.exit_code() == -signal.SIGKILL
+        notify(rank)
+        assert rank.rest() == ["passed 2"]
+        assert rank.exit_code() == 1
+        log = rank.log_text()
+    assert re.search(r"not all ranks came in time: about=\S+/2/written seconds=\d+ waited_for=rank 1\n", log), log
 
 
 def test_a_launchers_sigterm_ends_a_rank_that_hangs_where_another_died(tmp_path: Path) -> None:

@@ -62,6 +62,7 @@ def test_sigterm_asks_to_stop_and_stays_asked(make: Make) -> None:
     gate = make()
     os.kill(os.getpid(), signal.SIGTERM)
     assert [gate.at(step) for step in (1, 2)] == [Action.SAVE_AND_EXIT] * 2
+    assert gate._sigterm.would_end_process
 
 
 def test_an_earlier_handler_is_called_and_put_back(make: Make) -> None:
@@ -76,6 +77,7 @@ def test_an_earlier_handler_is_called_and_put_back(make: Make) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         assert gate.at(1) is Action.SAVE_AND_EXIT
         assert called == [signal.SIGTERM]
+        assert not gate._sigterm.would_end_process
         gate._sigterm.close()
         assert signal.getsignal(signal.SIGTERM) == earlier
     finally:
@@ -91,6 +93,7 @@ def test_an_earlier_handler_that_exits_does_not_end_the_process_before_the_save(
         gate = make()
         os.kill(os.getpid(), signal.SIGTERM)
         assert gate.at(1) is Action.SAVE_AND_EXIT
+        assert gate._sigterm.would_end_process
     finally:
         gate._sigterm.close()
         signal.signal(signal.SIGTERM, before)
@@ -101,6 +104,7 @@ def test_a_handler_installed_later_is_left_in_place(make: Make) -> None:
 
     gate = make()
     before = signal.signal(signal.SIGTERM, later)
+    assert not gate._sigterm.would_end_process
     gate._sigterm.close()
     assert signal.getsignal(signal.SIGTERM) is later
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -149,6 +153,7 @@ def test_another_thread_leaves_the_handler_of_the_program_in_place(make: Make, s
         gate = make()
         terminate(gate)
         seen.append(gate.at(1))
+        assert not gate._sigterm.would_end_process
         gate._sigterm.close()
 
     try:

@@ -1,8 +1,10 @@
 """Two ranks of Hugging Face's Trainer without gradient accumulation, stopped at a step that is evaluated and saved.
 
-The matrix in tests/trainers stops them with it, at every other moment and in every other way.
+The matrix in tests/trainers stops them with it, at every other moment and in every other way. And one of two ranks is
+killed in a save.
 """
 
+import re
 import signal
 from pathlib import Path
 
@@ -45,3 +47,19 @@ def test_an_evaluation_that_a_stop_came_before_is_made_up_for_on_all_ranks(tmp_p
     assert list(resumed.losses()) == list(range(records[0].step + 1, STEPS + 1))
     last = Path("checkpoints", f"checkpoint-{STEPS}")
     assert digests(volume / last) == digests(tmp_path / "undisturbed" / last)
+
+
+def test_a_rank_that_is_killed_in_a_save_is_not_waited_for_until_torchrun_kills_the_other(tmp_path: Path) -> None:
+    arguments = ["--steps", str(STEPS), "--save-every", str(SAVED)]
+    with Job(PROGRAM, arguments, volume=tmp_path / "volume", folder=tmp_path / "pod") as job:
+        job.order(hold="save", at_step=SAVED)
+        job.wait_held("save", ranks=1)
+        job.signal(1, signal.SIGKILL)
+        job.order()
+        assert job.wait() != 0
+        output = job.output()
+    assert "a rank is gone and not waited for" in output, output
+    assert "ended=rank 1" in output, output
+    # torchrun names the ranks in any order.
+    codes = re.findall(r"rank +: (\d) .*\n +exitcode +: (-?\d+)", output)
+    assert dict(codes)["0"] != "-9", output
