@@ -74,8 +74,8 @@ def init_ranks(
         if not sigterm.received:
             return None
         left = grace_seconds()
-        # The other half is for what follows the wait.
-        return _NOTICE_SECONDS if left is None else max(0.0, left / 2)
+        # The other half is for what follows the wait. A grace period that is over and has not ended this was not known.
+        return left / 2 if left is not None and left > 0 else _NOTICE_SECONDS
 
     watch = partial(RankWatch, others=ranks.world_size - 1, notice_seconds=notice_seconds)
     lock = str(settings.ranks.local_rank) if holds_liveness_lock else ""

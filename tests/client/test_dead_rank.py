@@ -52,7 +52,6 @@ def test_a_rank_that_dies_before_it_resumes_is_named(scenario: str, tmp_path: Pa
 def test_a_rank_that_dies_in_another_pod_is_waited_for_until_this_pod_ends(tmp_path: Path) -> None:
     pods = [tmp_path / "a", tmp_path / "b"]
     agent = AgentServer()
-    agent.status = agent_pb2.Status(deadline=time.time())
     scenario = "checkpointer_of_which_rank_1_dies"
     with (
         serving(pods[0] / names.STATE_DIRECTORY / names.SOCKET, agent),
@@ -60,17 +59,22 @@ def test_a_rank_that_dies_in_another_pod_is_waited_for_until_this_pod_ends(tmp_p
     ):
         rank.wait_for("passed 1")
         assert dead.exit_code() == -signal.SIGKILL
+        agent.status = agent_pb2.Status(deadline=time.time() + 2.0)
         notify(rank)
-        assert rank.rest() == ["passed 2"]
-        assert rank.exit_code() == 1
+        # By its next collective, or by the signal.
+        assert rank.exit_code() in (1, names.NOT_DURABLE_EXIT_CODE)
         log = rank.log_text()
     assert re.search(r"not all ranks came in time: about=\S+/2/written seconds=\d+ waited_for=rank 1\n", log), log
 
 
-def test_a_launchers_sigterm_ends_a_rank_that_hangs_where_another_died(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("killed", "raises", "code"), [("in a save", "", "-9"), ("", "after its saves", "1")], ids=["killed", "raised"]
+)
+def test_a_launchers_sigterm_ends_a_rank_that_hangs_where_another_died(
+    killed: str, raises: str, code: str, tmp_path: Path
+) -> None:
     scenario = "checkpointer_of_which_rank_1_dies"
-    ended = torchrun(PROGRAM, scenario, directory=tmp_path, KILLED="in a save", HANGS="1", ASYNCHRONOUS="1")
+    ended = torchrun(PROGRAM, scenario, directory=tmp_path, KILLED=killed, RAISES=raises, HANGS="1", ASYNCHRONOUS="1")
     codes = re.findall(r"exitcode +: (-?\d+)", ended.output)
-    assert sorted(codes) == ["-9", str(names.NOT_DURABLE_EXIT_CODE)], ended.output
+    assert sorted(codes) == [code, str(names.NOT_DURABLE_EXIT_CODE)], ended.output
     assert "ending without a just-in-time save: ended=rank 1" in ended.output
-    assert re.search(r"another rank failed: path=\S+/checkpoint-2\n", ended.output), ended.output

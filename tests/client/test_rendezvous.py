@@ -232,7 +232,7 @@ def test_a_rank_that_is_gone_has_come_to_what_it_came_to_last() -> None:
     assert answers == [True]
 
 
-def test_what_all_ranks_have_agreed_on_stands_though_one_is_gone_before_another_reads_it() -> None:
+def test_what_all_ranks_agreed_on_stands_though_one_is_gone_since() -> None:
     watch = Watch()
     first, second = jobs(2, watch)
     first.arrive("question")

@@ -49,7 +49,7 @@ def test_an_evaluation_that_a_stop_came_before_is_made_up_for_on_all_ranks(tmp_p
     assert digests(volume / last) == digests(tmp_path / "undisturbed" / last)
 
 
-def test_a_rank_that_is_killed_in_a_save_is_not_waited_for_until_torchrun_kills_the_other(tmp_path: Path) -> None:
+def test_a_rank_that_is_killed_in_a_save_is_not_waited_for(tmp_path: Path) -> None:
     arguments = ["--steps", str(STEPS), "--save-every", str(SAVED)]
     with Job(PROGRAM, arguments, volume=tmp_path / "volume", folder=tmp_path / "pod") as job:
         job.order(hold="save", at_step=SAVED)

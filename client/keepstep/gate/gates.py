@@ -116,7 +116,7 @@ _RANK_0_WAIT_SECONDS: Final = 10.0
 _OTHER_RANKS_WAIT_SECONDS: Final = 30.0
 """Longer than rank 0's wait, because rank 0 decides."""
 _SAVE_TRIES: Final = 3
-"""Rounds that try a save request. A termination notice is tried as long as the process lives."""
+"""Rounds that try a save request. A termination notice is tried until there can be no agreement any more."""
 _JOIN_SECONDS: Final = 5.0
 _LOOK_SECONDS: Final = 1.0
 _LAST_SECONDS: Final = 1.5

@@ -325,8 +325,10 @@ def checkpointer_with_a_slow_pod() -> None:
 
 def die(where: str) -> None:
     """End rank 1 there, if the test says so."""
-    if RANK == 1 and os.environ["KILLED"] == where:
+    if RANK == 1 and os.environ.get("KILLED") == where:
         os.kill(os.getpid(), signal.SIGKILL)
+    if RANK == 1 and os.environ.get("RAISES") == where:
+        raise ArithmeticError("this rank fails")
 
 
 def checkpointer_of_which_rank_1_dies() -> None:
@@ -345,6 +347,7 @@ def checkpointer_of_which_rank_1_dies() -> None:
                 if step == 2:
                     die("in a save")
         say(f"passed {step}")
+    die("after its saves")
     if "HANGS" in os.environ:
         # In C++, as in a collective of a backend that does not notice that a rank is gone.
         distributed.distributed_c10d._get_default_store().wait(["never"], timedelta(seconds=HANG_SECONDS))
