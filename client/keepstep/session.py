@@ -5,19 +5,15 @@ after a just-in-time save. Does not know how a checkpoint is written or named. A
 UsageError when the ranks cannot save together, and VolumeError.
 """
 
-import atexit
-import ctypes
 import logging
 import math
-import os
-import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar, Final, NoReturn
+from typing import Final, NoReturn
 
 from keepstep.agent_client.client import Agent
 from keepstep.agent_client.liveness import claimed, hold_liveness_lock
@@ -28,6 +24,7 @@ from keepstep.checkpoints.trainings import note_training
 from keepstep.errors import ErrorKind, VolumeError
 from keepstep.gate import Action
 from keepstep.gate.sigterm import Sigterm
+from keepstep.leaving import leave
 from keepstep.rank_context import RankContext, init_ranks
 from keepstep.ranks.coordinator import PATIENCE_SECONDS
 from keepstep.ranks.spawned import outlive_parent
@@ -35,70 +32,8 @@ from keepstep.settings import Settings
 from keepstep.workers import worker_processes
 from keepstep_api import names, step_file
 
-_PATIENCE_SECONDS: Final = 10.0
 _SAVES_NOTED: Final = 8
 _JUST_IN_TIME_TRIES: Final = 2
-
-
-_is_leaving = False
-_exit_code: int = names.JUST_IN_TIME_EXIT_CODE
-
-
-class _LeftError(SystemExit):
-    """Ends the main thread when another one has trained."""
-
-    is_raised: ClassVar = threading.Event()
-
-    def __init__(self) -> None:
-        super().__init__(_exit_code)
-        self.is_raised.set()
-
-
-def _leave(exit_code: int) -> NoReturn:
-    """Raise SystemExit, in the main thread too, and end the process by force if its exit hangs.
-
-    A process group may wait at exit for ranks that are gone, and a main thread for what the training returns.
-    """
-    global _is_leaving, _exit_code
-    _exit_code = exit_code
-    main = threading.main_thread()
-    trains_in_main = threading.current_thread() is main
-    if not trains_in_main and not main.is_alive():
-        # It has ended, with another exit code, and waits for this thread.
-        _end_now()
-    if not trains_in_main and not _is_leaving and main.ident is not None:
-        # Once: on its way out, the main thread may take its time.
-        _is_leaving = True
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(main.ident), ctypes.py_object(_LeftError))
-    trained = threading.current_thread()
-    threading.Thread(target=_end_what_hangs, args=(trained,), name="keepstep-leave", daemon=True).start()
-    raise SystemExit(exit_code)
-
-
-def _end_what_hangs(trained: threading.Thread) -> None:
-    # The time counts from the end of these threads, because the program's own clean-up may take long.
-    trained.join()
-    main = threading.main_thread()
-    if trained is main or _LeftError.is_raised.wait(_PATIENCE_SECONDS):
-        main.join()
-        time.sleep(_PATIENCE_SECONDS)
-    _end_now()
-
-
-@atexit.register
-def _end_as_left() -> None:
-    # Of an exception from another thread, the exit code is lost before Python 3.12. Early, to be called late.
-    if _is_leaving:
-        _end_now()
-
-
-def _end_now() -> NoReturn:
-    logging.shutdown()
-    sys.stderr.flush()
-    sys.stdout.flush()
-    os._exit(_exit_code)
-
-
 _log: Final = logging.getLogger("keepstep")
 
 
@@ -419,7 +354,7 @@ class Session:
             self._left = True
         # Every time: on its way out, a framework may have put back the handler that it had found.
         self._sigterm.hold()
-        _leave(names.JUST_IN_TIME_EXIT_CODE if is_stored else names.NOT_DURABLE_EXIT_CODE)
+        leave(names.JUST_IN_TIME_EXIT_CODE if is_stored else names.NOT_DURABLE_EXIT_CODE)
 
     def _end(self) -> None:
         self.tell_notice()

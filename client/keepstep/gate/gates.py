@@ -21,18 +21,17 @@ Once the ranks cannot agree any more, because one is gone, SIGTERM ends this pro
 import atexit
 import json
 import logging
-import os
-import sys
 import threading
 import time
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Final, NoReturn, Protocol, TypeAlias
+from typing import Final, Protocol, TypeAlias
 
 from keepstep.errors import StoreLostError
 from keepstep.gate.signal_file import SignalFile
 from keepstep.gate.sigterm import Sigterm
+from keepstep.leaving import end_now
 from keepstep.ranks.rank_store import RankStore, named_ranks
 from keepstep_api import names
 
@@ -258,7 +257,8 @@ class RanksGate:
             if is_told and (why := obstacle or self._obstacle()):
                 _log.warning("ending without a just-in-time save: %s", why)
                 if not self._closing.wait(_LAST_SECONDS):
-                    _end_now()
+                    # Not as a signal does: the first process of a container survives its own.
+                    end_now(names.NOT_DURABLE_EXIT_CODE)
                 return
             self._sigterm.wait(_LOOK_SECONDS)
 
@@ -359,11 +359,3 @@ class RanksGate:
 
     def _is_over(self) -> bool:
         return self._closing.is_set() or self._store.read(_CLOSED) is not None
-
-
-def _end_now() -> NoReturn:
-    logging.shutdown()
-    sys.stderr.flush()
-    sys.stdout.flush()
-    # Not as a signal does: the first process of a container survives its own, and 143 says that a step is stored.
-    os._exit(names.NOT_DURABLE_EXIT_CODE)
