@@ -341,10 +341,8 @@ class Session:
         is_stored = self._step <= self._stored_step
         if not self._left:
             self.stopping = True
-            if is_stored:
-                self._steps.leave()
-            else:
-                self._steps.cut_short()
+            self._steps.leave(step_file.Leaving.LEFT if is_stored else step_file.Leaving.LOST)
+            if not is_stored:
                 _log.warning(
                     "leaving at step %d, which is not stored: the steps after %d are lost",
                     self._step,

@@ -8,7 +8,7 @@ from keepstep import Checkpointer
 from keepstep.agent_client import step_file as told
 from keepstep.agent_client.step_file import StepFile
 from keepstep_api import names
-from keepstep_api.step_file import SIZE_BYTES, StepRecord, decode, encode
+from keepstep_api.step_file import SIZE_BYTES, Leaving, StepRecord, decode, encode
 
 
 class Clock:
@@ -111,3 +111,26 @@ def test_without_an_agent_nothing_is_written(tmp_path: Path, monkeypatch: pytest
     checkpointer.should_save(12, every=0)
     checkpointer.finish()
     assert list(tmp_path.rglob("*.step")) == []
+
+
+def test_the_file_of_a_process_that_has_left_says_whether_its_step_is_stored(tmp_path: Path, clock: Clock) -> None:
+    for leaving in Leaving:
+        path = tmp_path / f"{leaving.value}.step"
+        steps = StepFile(path)
+        steps.tell(6)
+        # Less than a second ago the file was written; this is exact all the same.
+        steps.tell(7)
+        steps.leave(leaving)
+        steps.end()
+        steps.cut_short()
+        assert decode(path.read_bytes()) == StepRecord(step=7, at_unix=clock.time(), leaving=leaving)
+
+
+def test_the_file_of_a_process_that_is_cut_short_has_its_very_last_step(tmp_path: Path, clock: Clock) -> None:
+    steps = StepFile(tmp_path / "0.step")
+    steps.tell(6)
+    steps.tell(7)
+    steps.cut_short()
+    record = decode((tmp_path / "0.step").read_bytes())
+    assert record is not None
+    assert (record.step, record.leaving) == (7, None)

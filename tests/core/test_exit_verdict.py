@@ -93,6 +93,8 @@ def test_only_a_just_in_time_save_says_that_training_was_left(kind: Kind, stoppe
         (1, Drained.STOPPED, False, 143),
         (1, Drained.NOT_STORED, False, 1),
         (1, Drained.NOT_STORED, True, 75),
+        (1, Drained.STOPPED_NOT_STORED, False, 75),
+        (0, Drained.STOPPED_NOT_STORED, False, 75),
         (143, Drained.STORED, False, 143),
         (143, Drained.NOT_STORED, False, 75),
         (75, Drained.STORED, False, 75),

@@ -42,10 +42,10 @@ class Scene:
         self.run = RunProcess(volume, destination, trainer={**ids, **(trainer or {})}, **options)
         self.run.__enter__()
 
-    def launch(self, *, told: str = PASSES_ON, end: str = "exit 1", **options: Any) -> None:
+    def launch(self, *, train: str = TRAIN, told: str = PASSES_ON, end: str = "exit 1", **options: Any) -> None:
         """Start the trainer by a launcher in bash: `told` is what it does with a SIGTERM, `end` how it ends."""
         launcher = (
-            f"echo $$ > $LAUNCHER_ID; {TRAIN} & rank=$!; echo $rank > $RANK_ID; trap '{told}; {end}' TERM; "
+            f"echo $$ > $LAUNCHER_ID; {train} & rank=$!; echo $rank > $RANK_ID; trap '{told}; {end}' TERM; "
             f"wait $rank; {end}"
         )
         self.start("bash", "-c", launcher, **options)
@@ -196,6 +196,13 @@ def _(scene: Scene) -> None:
 @row("only the trainer is told, and its launcher ends with 1")
 def _(scene: Scene) -> None:
     scene.launch()
+    scene.run.wait_steps(2)
+    scene.tell("rank")
+
+
+@row("only the trainer is told, its save fails twice, and its launcher ends with 1")
+def _(scene: Scene) -> None:
+    scene.launch(train=f"bash -c 'ulimit -f 20; exec {TRAIN}'")
     scene.run.wait_steps(2)
     scene.tell("rank")
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 STEPS = 6
+EVERY = int(os.environ.get("EVERY", "2"))
 WISH = os.environ.get("WISH", "")
 
 
@@ -75,7 +76,7 @@ def hugging_face(output: Path, name: str, stepped: Callable[[int], None]) -> Mod
     settings = TrainingArguments(
         str(output / name),
         max_steps=STEPS,
-        save_steps=2,
+        save_steps=EVERY,
         save_only_model=WISH == "weights",
         report_to=[],
         use_cpu=True,
@@ -113,7 +114,7 @@ def lightning(output: Path, name: str, stepped: Callable[[int], None]) -> Model:
         devices=devices,
         strategy="ddp" if devices > 1 else "auto",
         logger=False,
-        callbacks=[ModelCheckpoint(output / name, every_n_train_steps=2, save_top_k=-1, save_last=WISH == "last")],
+        callbacks=[ModelCheckpoint(output / name, every_n_train_steps=EVERY, save_top_k=-1, save_last=WISH == "last")],
         enable_progress_bar=False,
         enable_model_summary=False,
     ).fit(module, loader, ckpt_path="last" if WISH == "last" else None)
@@ -145,7 +146,7 @@ def accelerate(output: Path, name: str, stepped: Callable[[int], None]) -> Model
         optimizer.zero_grad()
         steps.done += 1
         stepped(steps.done)
-        if steps.done % 2 == 0:
+        if steps.done % EVERY == 0:
             accelerator.save_state(str(output / name / f"step_{steps.done}") if WISH == "nameless" else None)
     if "RANK" not in os.environ:
         # It ends the process group, which the next training needs.
@@ -173,7 +174,7 @@ def deepspeed(output: Path, name: str, stepped: Callable[[int], None]) -> Model:
         engine.backward(engine(**batch)["loss"])
         engine.step()
         stepped(engine.global_steps)
-        if engine.global_steps % 2 == 0:
+        if engine.global_steps % EVERY == 0:
             engine.save_checkpoint(str(output / name))
     return model
 
@@ -207,7 +208,7 @@ def checkpointer(output: Path, name: str, stepped: Callable[[int], None]) -> Mod
         optimizer.zero_grad()
         step += 1
         stepped(step)
-        if kept.should_save(step, every=2):
+        if kept.should_save(step, every=EVERY):
             with kept.save(step, kind="final" if step == STEPS else None) as directory:
                 state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
                 torch.save(state, directory / "state.pt")

@@ -12,7 +12,7 @@ from typing import Final
 
 from keepstep.operating_system import HAS_AGENTS
 from keepstep_api import step_file
-from keepstep_api.step_file import StepRecord
+from keepstep_api.step_file import Leaving, StepRecord
 
 _BETWEEN_WRITES_SECONDS: Final = 1.0
 _log: Final = logging.getLogger("keepstep")
@@ -44,12 +44,12 @@ class StepFile:
             self._write_at = now + _BETWEEN_WRITES_SECONDS
             self._write(step)
 
-    def _write(self, step: int, *, left: bool = False) -> None:
+    def _write(self, step: int, leaving: Leaving | None = None) -> None:
         if self._descriptor < 0:
             return
         try:
             # A step may be a NumPy or a torch number.
-            content = step_file.encode(StepRecord(step=int(step), at_unix=time.time(), left=left))
+            content = step_file.encode(StepRecord(step=int(step), at_unix=time.time(), leaving=leaving))
             os.pwrite(self._descriptor, content, 0)
         except Exception as error:
             # A full volume, a step that is no number: training has its own ways to meet that.
@@ -65,9 +65,9 @@ class StepFile:
             _log.debug("end of the steps not told: error=%s", error)
         self._close()
 
-    def leave(self) -> None:
-        """Say that this process leaves for a termination notice, at a step that is stored."""
-        self._write(self._step or 0, left=True)
+    def leave(self, leaving: Leaving) -> None:
+        """Say that this process leaves for a termination notice, at a step that is stored or not."""
+        self._write(self._step or 0, leaving)
         self._close()
 
     def cut_short(self) -> None:

@@ -199,7 +199,7 @@ class Exit:
     """End the agent.
 
     `lost` has one line for each checkpoint that is neither durable nor shed, and where it lies, and one for each other
-    thing that is not stored. `stopped`: the trainers left for a notice, and all is durable.
+    thing that is not stored. `stopped`: the trainers left for a notice.
     """
 
     code: int

@@ -231,7 +231,7 @@ def _exit(state: State) -> Exit:
     not_stored = (*_unsaved(state), *state.not_stored, *nothing_found)
     durable = all(checkpoint.durable for checkpoint in newest.values()) and not not_stored
     stopped = state.termination.left or any(one.info.kind is Kind.JUST_IN_TIME for one in _last_saves(state))
-    return Exit(code=0 if durable else NOT_DURABLE_EXIT_CODE, lost=(*lost, *not_stored), stopped=durable and stopped)
+    return Exit(code=0 if durable else NOT_DURABLE_EXIT_CODE, lost=(*lost, *not_stored), stopped=stopped)
 
 
 def _unsaved(state: State) -> Iterator[str]:

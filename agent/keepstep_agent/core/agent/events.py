@@ -272,8 +272,8 @@ class StopRequested(_Happened):
 class RanksSeen(_Happened):
     """Which local ranks are alive, by their locks and open streams.
 
-    Of those that are gone since the last look: `left`, whether one has left for a notice at a step that is stored, and
-    `cut_short_at`, the greatest step at which one was that neither did so nor had ended its training; None if none.
+    Of those that are gone since the last look: `left`, whether one has left for a notice, and `cut_short_at`, the
+    greatest step at which one was that had not ended its training and that it does not know to be stored; None if none.
     """
 
     alive: frozenset[int]

@@ -96,7 +96,7 @@ class Termination:
     most_alive: int = 0
     # The greatest step at which a rank died since the notice, which was to save it.
     cut_short_at: int | None = None
-    # Whether a rank has left since the notice, at a step that is stored as far as it knew.
+    # Whether a rank has left for the notice.
     left: bool = False
     stop_requested_at: float | None = None
     trainers_gone: bool = False

@@ -16,6 +16,8 @@ class Drained(IntEnum):
     """All that was saved is stored."""
     STOPPED = 3
     """The same, and the trainers left for a termination notice, whoever got it."""
+    STOPPED_NOT_STORED = 4
+    """They left, and something is not stored."""
     NOT_STORED = NOT_DURABLE_EXIT_CODE
     """Something is not, or a save that was asked for never came."""
 
@@ -37,6 +39,8 @@ def run_exit_code(*, program_code: int, drained: Drained, noticed: bool, stuck_c
     if drained is Drained.STOPPED:
         # Whatever code a launcher or a wrapper has for it, and whoever was told to stop.
         return JUST_IN_TIME_EXIT_CODE
+    if drained is Drained.STOPPED_NOT_STORED:
+        return NOT_DURABLE_EXIT_CODE
     if program_code not in _ENDED_BY_ITSELF and not noticed:
         return program_code
     if NOT_DURABLE_EXIT_CODE in (program_code, drained):

@@ -28,6 +28,7 @@ from keepstep_agent.runtime.monitors.mirror import Mirror
 from keepstep_agent.runtime.monitors.progress import StepWatch
 from keepstep_agent.runtime.monitors.ranks import LiveRanks, rank_hints
 from keepstep_agent.runtime.monitors.unannounced import UnannouncedRecovery
+from keepstep_api.step_file import Leaving
 
 _LINES: Final = 10
 
@@ -215,8 +216,8 @@ class Monitors:
             seen = RanksSeen(
                 at=self._clock.now(),
                 alive=alive,
-                left=any(record.left for record in last),
-                cut_short_at=max((record.step for record in last if not record.left), default=None),
+                left=any(record.leaving for record in last),
+                cut_short_at=max((one.step for one in last if one.leaving is not Leaving.LEFT), default=None),
             )
             await self._engine.submit(seen)
         await self._steps.take(look)

@@ -78,7 +78,7 @@ class LiveRanks:
             record
             for record, since in told
             if record is not None
-            and not record.left
+            and record.leaving is None
             and max(since, now_unix - SECONDS) <= record.at_unix <= now_unix + _AHEAD_SECONDS
         ]
         newest = max(steps, key=lambda record: record.at_unix, default=None)

@@ -147,7 +147,9 @@ async def live(
 
 
 def _code_for_runner(command: Exit) -> int:
-    return Drained.STOPPED if command.stopped else command.code
+    if command.stopped:
+        return Drained.STOPPED_NOT_STORED if command.code else Drained.STOPPED
+    return command.code
 
 
 async def _kept_going(work: Forever) -> None:

@@ -123,7 +123,7 @@ class Runner:
         last_codes = await self._codes_of_left_behind() or (self._program.returncode,)
         has_failed = not _ORDERLY.issuperset(last_codes)
         drained = await self._agent.drain(failed_at=ended_at if has_failed else 0.0)
-        if drained is Drained.NOT_STORED:
+        if drained in (Drained.NOT_STORED, Drained.STOPPED_NOT_STORED):
             log.error("run.not_durable", program_code=code)
         return run_exit_code(
             program_code=code,
