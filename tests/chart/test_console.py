@@ -171,7 +171,9 @@ def test_its_pod_is_restricted_and_has_no_token_of_the_cluster(values: dict[str,
         "capabilities": {"drop": ["ALL"]},
     }
     assert not [
-        one for one in objects if one["kind"].endswith("Binding") and NAME in {who["name"] for who in one["subjects"]}
+        one
+        for one in objects
+        if one["kind"].endswith("RoleBinding") and NAME in {who["name"] for who in one["subjects"]}
     ]
 
 

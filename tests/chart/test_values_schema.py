@@ -39,6 +39,7 @@ NONSENSE = {
     "no annotation of ours": ("injection", "annotations", "keepstep.dev/endpoint", "https://a.example"),
     "an annotation that is no text": ("injection", "annotations", "keepstep.dev/keep-last", 3),
     "one run's prefix for all": ("injection", "annotations", "keepstep.dev/destination", "s3://a/b"),
+    "yes is no switch": ("admissionPolicies", "enabled", "yes"),
     "one account for many": ("clusterEvents", "serviceAccounts", {"research": "trainer"}),
     "a namespace with nobody": ("clusterEvents", "serviceAccounts", "research", []),
     "a namespace within a name": ("clusterEvents", "serviceAccounts", "research", ["research:trainer"]),

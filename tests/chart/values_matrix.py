@@ -118,5 +118,6 @@ MATRIX: Final[dict[str, dict[str, Any]]] = {
         "tolerations": [{"key": "dedicated", "operator": "Exists"}],
         "image": {"pullSecrets": [{"name": "mirror"}]},
     },
+    "nobody is warned of Jobs": {"admissionPolicies": {"enabled": False}},
     "one replica, no network policy": {"replicas": 1, "networkPolicy": {"enabled": False}},
 }

@@ -18,6 +18,8 @@ _CLUSTER_SCOPED: Final = {
     "ClusterRole",
     "ClusterRoleBinding",
     "MutatingWebhookConfiguration",
+    "ValidatingAdmissionPolicy",
+    "ValidatingAdmissionPolicyBinding",
     "SubjectAccessReview",
 }
 _STRICT: Final = {"fieldValidation": "Strict"}

@@ -72,3 +72,19 @@ app.kubernetes.io/component: console
 {{- define "keepstep.console-labels" -}}
 {{- merge (include "keepstep.console-selector" . | fromYaml) (include "keepstep.labels" . | fromYaml) | toYaml }}
 {{- end }}
+
+{{/* A selector of the namespaces whose pods may be injected. */}}
+{{- define "keepstep.namespaces" -}}
+{{- with .Values.webhook.namespaceSelector.matchLabels }}
+matchLabels:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+matchExpressions:
+  - key: kubernetes.io/metadata.name
+    operator: NotIn
+    values:
+      {{- concat (list .Release.Namespace "kube-system") .Values.webhook.excludedNamespaces | uniq | toYaml | nindent 6 }}
+  {{- with .Values.webhook.namespaceSelector.matchExpressions }}
+  {{- toYaml . | nindent 2 }}
+  {{- end }}
+{{- end }}
