@@ -24,6 +24,7 @@ from keepstep_agent.core.agent.events import EVENT_TAGS, Announced
 from keepstep_agent.core.errors import ErrorKind, StoreError
 from keepstep_agent.core.mirror.base import decode_base, encode_base
 from keepstep_agent.core.policies.restore_choice import decode_pin, encode_pin
+from keepstep_agent.core.stored.draining import decode_draining, encode_draining
 from keepstep_agent.core.stored.lease import decode_lease, encode_lease
 from keepstep_agent.core.stored.ledger import decode_lives, encode_life
 from keepstep_agent.core.stored.manifest import decode_manifest, decode_marker, encode_manifest, encode_marker
@@ -47,6 +48,7 @@ AGAIN: Final[dict[str, Callable[[bytes], bytes]]] = {
     "weights-marker.json": lambda body: encode_weights_marker(decode_weights_marker(body, "key")),
     "pin.json": lambda body: encode_pin(decode_pin(body, "key")),
     "lease.json": lambda body: encode_lease(decode_lease(body, "key")),
+    "draining.json": lambda body: encode_draining(decode_draining(body, "key")),
     "ledger.json": lambda body: encode_life(*decode_lives(body)),
     "signal": lambda body: signal_file.encode(signal_file.decode(body)),
 }
@@ -111,9 +113,12 @@ def test_an_object_of_a_newer_version_is_no_damage_and_says_to_update(name: str)
     assert "update Keepstep" in str(raised.value)
 
 
-def test_a_lease_of_a_newer_version_is_never_taken_for_a_damaged_one() -> None:
+@pytest.mark.parametrize(("name", "decode"), [("lease.json", decode_lease), ("draining.json", decode_draining)])
+def test_a_lease_or_a_notice_of_a_newer_version_is_never_taken_for_a_damaged_one(
+    name: str, decode: Callable[[bytes, str], object]
+) -> None:
     with pytest.raises(StoreError) as caught:
-        decode_lease(newer((FROZEN / "lease.json").read_bytes()), "key")
+        decode(newer((FROZEN / name).read_bytes()), "key")
     assert caught.value.kind is ErrorKind.FORMAT_UNKNOWN
 
 

@@ -9,6 +9,7 @@ from keepstep_agent.core.policies.restore_choice import CommittedSave
 from keepstep_agent.core.policies.retention.deletions import StoredSave
 from keepstep_agent.core.stored.object_layout import (
     DAMAGED_PREFIX,
+    DRAINING_PREFIX,
     LEDGER_PREFIX,
     PROBE_PREFIX,
     PRUNED_PREFIX,
@@ -30,8 +31,8 @@ class Listing:
     folders: dict[tuple[str, str], list[ObjectInfo]] = field(default_factory=lambda: defaultdict(list))
     reservations: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
     pins: list[ObjectInfo] = field(default_factory=list)
-    probes: list[ObjectInfo] = field(default_factory=list)
-    tombstones: list[ObjectInfo] = field(default_factory=list)
+    leftovers: list[ObjectInfo] = field(default_factory=list)
+    """What killed probes, prunes and draining agents have left, once it is old."""
     ledger: list[ObjectInfo] = field(default_factory=list)
     damaged: set[str] = field(default_factory=set)
 
@@ -55,10 +56,8 @@ async def list_all(store: StoreReader, prefix: str = "") -> Listing:
             found.weights_only.append(left)
         elif one.key.startswith(RESUME_PREFIX):
             found.pins.append(one)
-        elif one.key.startswith(PROBE_PREFIX):
-            found.probes.append(one)
-        elif one.key.startswith(PRUNED_PREFIX):
-            found.tombstones.append(one)
+        elif one.key.startswith((PROBE_PREFIX, PRUNED_PREFIX, DRAINING_PREFIX)):
+            found.leftovers.append(one)
         elif one.key.startswith(LEDGER_PREFIX):
             found.ledger.append(one)
         elif one.key.startswith(DAMAGED_PREFIX):

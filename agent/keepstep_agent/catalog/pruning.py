@@ -29,6 +29,7 @@ from keepstep_agent.core.policies.retention.verdict import FINAL, may_abort_uplo
 from keepstep_agent.core.policies.retention.weights_only import Reduction, plan_reductions
 from keepstep_agent.core.settings.values import RetentionSettings
 from keepstep_agent.core.stored.object_layout import (
+    DRAINING_PREFIX,
     LEDGER_PREFIX,
     PROBE_PREFIX,
     RESUME_PREFIX,
@@ -49,8 +50,9 @@ class PruneReport:
     """What was deleted and aborted, or would be in a dry run. `plan.refused` says why nothing was.
 
     `reductions`: what was dropped of saves that stay.
-    `litter`: pins and places of starts that are over, and what killed probes and prunes have left. `ledger_objects`: by
-    how many the merge of the ledger makes it smaller. `horizon`: how far down `prune_recent` looks from now on.
+    `litter`: pins and places of starts that are over, and what killed probes, prunes and agents have left.
+    `ledger_objects`: by how many the merge of the ledger makes it smaller. `horizon`: how far down `prune_recent` looks
+    from now on.
     """
 
     plan: PrunePlan
@@ -146,7 +148,7 @@ async def prune(
             or (not plan.refused and may_abort_upload(_save_of(one.key), one.started_at, settings, live, now))
         ]
     )
-    litter = () if plan.refused else _litter(listing.pins, [*listing.probes, *listing.tombstones], long_ago)
+    litter = () if plan.refused else _litter(listing.pins, listing.leftovers, long_ago)
     if not dry_run:
         plan = await _without_late(store, plan)
         await delete_saves(store, plan.deletions, listing.damaged)
@@ -170,9 +172,9 @@ async def remove_litter(store: StoreWriter, settings: RetentionSettings, *, now:
     """
     long_ago = now - settings.orphan_age_seconds
     pins = [one async for one in store.list(RESUME_PREFIX)]
-    probes = [one async for one in store.list(PROBE_PREFIX)]
+    leftovers = [one for prefix in (PROBE_PREFIX, DRAINING_PREFIX) async for one in store.list(prefix)]
     uploads = [one async for one in store.list_uploads(f"{STATE_DIRECTORY}/") if one.started_at < long_ago]
-    litter = _litter(pins, probes, long_ago)
+    litter = _litter(pins, leftovers, long_ago)
     await _clear(store, uploads, litter)
     await merge_ledger(store, [one async for one in store.list(LEDGER_PREFIX)], now=now)
     return len(litter) + len(uploads)
@@ -235,7 +237,7 @@ async def pinned(store: StoreReader, pins: Iterable[ObjectInfo], since: float) -
 
 
 def _litter(pins: Sequence[ObjectInfo], leftovers: Sequence[ObjectInfo], since: float) -> tuple[str, ...]:
-    """Return the leftovers of killed probes and prunes that are old, and the pins and places of starts that are over.
+    """Return the leftovers that are old, and the pins and places of starts that are over.
 
     A start is over if a later one of the run began before `since`. The newest of the old pins stays, however old it is:
     that start may be alive, and one of its pods may start again.

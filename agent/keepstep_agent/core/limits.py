@@ -43,6 +43,12 @@ MANIFESTS_BYTES: Final = 64 * 1024**2
 PIN_BYTES: Final = 256 * 1024
 RECORD_BYTES: Final = 128 * 1024**2
 """A journal record, or the record that restore leaves on the volume."""
+DRAINING_BYTES: Final = 4_096
+"""The notice of a pod that ends and still saves."""
+DRAINING_SECONDS: Final = 3_600
+"""How long such a notice counts at most, and with it how long all of them together hold up a start."""
+DRAINING_OBJECTS: Final = 10_000
+"""How many of them a start looks at."""
 LEDGER_BYTES: Final = 4 * 1024**2
 """One object of a run's ledger. An agent writes a few KiB, a merge up to a quarter of this."""
 LEDGER_LIVES: Final = 10_000

@@ -115,8 +115,7 @@ class RunLease:
     async def _wait_for_expiry(self, status: ObjectInfo, other: Lease) -> None:
         """Wait until the other run's lease is given back or expired. Raises KeepstepError if a run renews it."""
         # By the store's clock alone.
-        await self._store.put(LEASE_CLOCK_KEY, b"")
-        age_seconds = (await self._store.head(LEASE_CLOCK_KEY)).modified_at - status.modified_at
+        age_seconds = await store_time(self._store) - status.modified_at
         left_seconds = EXPIRY_SECONDS - age_seconds
         if left_seconds > 0:
             _log.warning("run.waits_for_lease", holder=printable(other.holder), at_most_seconds=round(left_seconds))
@@ -147,6 +146,12 @@ class RunLease:
             if error.kind not in DAMAGE:
                 raise
             return None
+
+
+async def store_time(store: StoreWriter) -> float:
+    """Return what the store's clock says, in unix seconds: it dates what is written now. Raises StoreError."""
+    await store.put(LEASE_CLOCK_KEY, b"")
+    return (await store.head(LEASE_CLOCK_KEY)).modified_at
 
 
 async def renew_until_cancelled(renew: Callable[[], Awaitable[Lease | None]], tell: Callable[[Lease], None]) -> None:

@@ -15,6 +15,7 @@
 .keepstep/ledger/<attempt>/<ms>-<nonce>.json       what one agent noted; `none` without an attempt, written at unix ms
 .keepstep/lease/run.json                           which `keepstep run` is alive; renewed every few seconds
 .keepstep/lease/clock                              written to learn the store's time
+.keepstep/draining/<volume>.json                   the pod with that volume ends, and may still commit
 """
 
 import re
@@ -51,6 +52,8 @@ LEDGER_PREFIX: Final = f"{STATE_DIRECTORY}/ledger/"
 """Of a run's ledger. What reads checkpoints never looks there."""
 LEASE_KEY: Final = f"{STATE_DIRECTORY}/lease/run.json"
 LEASE_CLOCK_KEY: Final = f"{STATE_DIRECTORY}/lease/clock"
+DRAINING_PREFIX: Final = f"{STATE_DIRECTORY}/draining/"
+_DRAINING_KEY: Final = re.compile(rf"{re.escape(DRAINING_PREFIX)}({_TOKEN.pattern})\.json")
 _LEDGER_KEY: Final = re.compile(rf"{re.escape(LEDGER_PREFIX)}({_TOKEN.pattern})/([0-9]{{13}})-({_TOKEN.pattern})\.json")
 _NO_ATTEMPT: Final = "none"
 WEIGHTS_PREFIX: Final = f"{STATE_DIRECTORY}/weights/"
@@ -328,3 +331,14 @@ def parse_ledger_key(key: str) -> tuple[str, int] | None:
     """Return (folder of the attempt, unix ms of the writing) of a ledger's object; None for any other key."""
     match = _LEDGER_KEY.fullmatch(key)
     return (match[1], int(match[2])) if match else None
+
+
+def draining_key(pod: str) -> str:
+    """Return the key of the notice of a pod that ends. `pod` is the id of its volume."""
+    return f"{DRAINING_PREFIX}{pod}.json"
+
+
+def parse_draining_key(key: str) -> str | None:
+    """Return the pod whose notice has this key; None for any other key."""
+    match = _DRAINING_KEY.fullmatch(key)
+    return match[1] if match else None
