@@ -1,11 +1,13 @@
 """Hostile objects in a real destination, read by restore, ls, verify, prune, du, and by another agent's commit.
 
 Each round damages the newest of two checkpoints in one way and looks; or the manifest that another pod has written of a
-save that is being committed; or the record of a checkpoint on a volume. Invariants: no exception but Keepstep's own; no
-round takes longer than the bound; what is restored is the newer one, byte for byte, or the older one, byte for byte.
+save that is being committed; or the record of a checkpoint on a volume; or the notice of a pod that ends. Invariants:
+no exception but Keepstep's own; no round takes longer than the bound; what is restored is the newer one, byte for byte,
+or the older one, byte for byte.
 """
 
 import asyncio
+import os
 import random
 import shutil
 import time
@@ -34,10 +36,12 @@ from keepstep_agent.core.limits import MANIFEST_BYTES
 from keepstep_agent.core.policies.restore_choice import Pin, encode_pin
 from keepstep_agent.core.policies.storage_use import AgeLimits
 from keepstep_agent.core.settings.values import RetentionSettings, StoreSettings
+from keepstep_agent.core.stored.draining import Draining, encode_draining
 from keepstep_agent.core.stored.manifest import decode_manifest
-from keepstep_agent.core.stored.object_layout import manifest_key, marker_key, pack_key, pin_key
+from keepstep_agent.core.stored.object_layout import draining_key, manifest_key, marker_key, pack_key, pin_key
 from keepstep_agent.ports import StoreWriter
 from keepstep_agent.restore.init_step import Restored
+from keepstep_agent.restore.predecessors import Predecessors
 from keepstep_agent.runtime.process.app import SystemClock
 from keepstep_agent.runtime.work.committer import Committer
 from keepstep_api.names import CHECKPOINT_DIRECTORY, RECORDS_DIRECTORY, STATE_DIRECTORY
@@ -46,6 +50,9 @@ WORK_SECONDS: Final = 2.0
 """Of one round, of the processor's time, which no other process takes part in."""
 _OTHERS_MANIFEST: Final = "manifest of another agent"
 _RECORD: Final = "record"
+_NOTICE: Final = "notice of a pod that ends"
+_AGE_SECONDS: Final = 100.0
+"""Of that notice, in which every mutation has expired that can be read."""
 _HALF_STEP: Final = 0
 """Older than both, and without a marker: nobody restores it."""
 _OLDER_STEP: Final = 1
@@ -89,6 +96,7 @@ class Destination:
             newer = await store_packed_checkpoint(store, _NEWER_STEP, alone=alone, packed=packed)
             pin = Pin(attempt=_ATTEMPT, markers=(marker_key(newer),))
             await store.put(pin_key(_ATTEMPT, 0), encode_pin(pin))
+            await store.put(draining_key("old"), encode_draining(Draining(holder="old-0", seconds_left=1.0)))
             self._half = await store_checkpoint(store, _HALF_STEP, world_size=2, committed=False)
             key = manifest_key(self._half, 0, 1)
             own = decode_manifest(await store.get(key, limit_bytes=MANIFEST_BYTES), key)
@@ -106,6 +114,7 @@ class Destination:
             "manifest": manifest_key(newer, 0, 1),
             "pack": pack_key(newer, 0, 0),
             "pin": pin_key(_ATTEMPT, 0),
+            _NOTICE: draining_key("old"),
             _OTHERS_MANIFEST: manifest_key(self._half, 1, 1),
         }
         self._targets = {what: self._root / key for what, key in keys.items()}
@@ -126,7 +135,14 @@ class Destination:
             began = time.process_time()
             async with asyncio.timeout(HANG_SECONDS), open_store(self._settings) as opened:
                 store = RetryingStore(opened)
-                if what == _OTHERS_MANIFEST:
+                if what == _NOTICE:
+                    written_at = target.stat().st_mtime - _AGE_SECONDS
+                    os.utime(target, (written_at, written_at))
+                    await Predecessors("new").wait(store)
+                    shutil.rmtree(self._volume)
+                    self._volume.mkdir()
+                    await self._look(store, found, with_pin=False, seed=seed)
+                elif what == _OTHERS_MANIFEST:
                     await self._try_to_commit(store, found)
                 elif what == _RECORD:
                     await self._read_records(store, found, seed=seed)
@@ -137,6 +153,8 @@ class Destination:
             found.longest_work_seconds = max(found.longest_work_seconds, time.process_time() - began)
             assert found.longest_work_seconds < WORK_SECONDS, seed
         finally:
+            if what == _NOTICE:
+                target.parent.mkdir(exist_ok=True)
             if target.parent.exists():
                 target.write_bytes(kept)
             marker.write_bytes(kept_marker)

@@ -16,6 +16,7 @@ from keepstep_agent.core.model import SaveInfo
 from keepstep_agent.core.settings.values import Settings, StoreSettings
 from keepstep_agent.ports import ObjectStore
 from keepstep_agent.restore.partial_copy import FileRange
+from keepstep_agent.restore.predecessors import Predecessors
 from keepstep_agent.runtime.work.fetches import Fetches, FetchProgress
 
 
@@ -36,7 +37,13 @@ class Pod:
 
 @asynccontextmanager
 async def pod(
-    store: ObjectStore, volume: Path, *, mode: str = "whole", place: str = "", node_rank: int = 0
+    store: ObjectStore,
+    volume: Path,
+    *,
+    mode: str = "whole",
+    place: str = "",
+    node_rank: int = 0,
+    predecessors: Predecessors | None = None,
 ) -> AsyncIterator[Pod]:
     settings = Settings(
         volume=str(volume),
@@ -54,7 +61,13 @@ async def pod(
 
     volume.mkdir(exist_ok=True)  # noqa: ASYNC240 - a local disk
     with ThreadPoolExecutor(1) as disk:
-        fetches = Fetches(store=cast(Any, SimpleNamespace(get=get)), settings=settings, disk=disk, guesses=True)
+        fetches = Fetches(
+            store=cast(Any, SimpleNamespace(get=get)),
+            settings=settings,
+            disk=disk,
+            guesses=True,
+            predecessors=predecessors,
+        )
         running = asyncio.create_task(fetches.run())
         try:
             yield Pod(store, volume, fetches)

@@ -4,7 +4,7 @@ import pytest
 from tests.harness.bounds import HANG_SECONDS
 from tests.podsim.phase import Phase
 from tests.servers.faults import Fault, Rule
-from tests.simulated_pods.demo_job import AGENT, TRAINER, DemoJob, DemoPod
+from tests.simulated_pods.demo_job import AGENT, RESTORE, TRAINER, DemoJob, DemoPod
 
 pytestmark = [pytest.mark.root, pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -73,8 +73,9 @@ def test_when_the_node_is_gone_the_next_pod_begins_at_the_newest_durable_step_an
     assert not any(row["problems"] for row in job.view.verify())
 
 
-def test_a_replacement_that_starts_while_the_old_pod_still_drains_spoils_nothing_and_the_newest_wins(
-    job: DemoJob,
+@pytest.mark.parametrize("restore", ["whole", "lazy"])
+def test_a_replacement_that_starts_while_the_old_pod_drains_waits_for_what_that_one_commits(
+    restore: str, job: DemoJob
 ) -> None:
     # The Job's default, podReplacementPolicy TerminatingOrFailed: two pods at one prefix.
     old = job.start()
@@ -83,6 +84,28 @@ def test_a_replacement_that_starts_while_the_old_pod_still_drains_spoils_nothing
     job.wait_stored(durable, old)
     old.wait_step(durable + 2)
     job.proxy.add(Rule(name="hold", fault=Fault.STATUS, method="PUT", target="/.keepstep/commits/", times=-1))
+    old.pod.delete()
+    replacement = job.start(restore=restore)
+    container = RESTORE if restore == "whole" else AGENT
+    said = lambda: "restore.waits_for_predecessor" in replacement.pod.log(container)  # noqa: E731
+    replacement.pod.wait(said, HANG_SECONDS, "the replacement waits")
+    assert not old.pod.ended
+    job.proxy.clear()
+    assert old.pod.wait_ended(HANG_SECONDS) is Phase.FAILED
+    stopped_at = old.steps()[-1]
+    assert replacement.wait_begun() == stopped_at
+    assert job.stored_steps() == [durable, stopped_at]
+    assert not any(row["problems"] for row in job.view.verify())
+
+
+def test_a_pod_that_nobody_waited_for_spoils_nothing_and_the_newest_wins(job: DemoJob) -> None:
+    old = job.start()
+    old.wait_begun()
+    durable = old.save_now()
+    job.wait_stored(durable, old)
+    old.wait_step(durable + 2)
+    job.proxy.add(Rule(name="hold", fault=Fault.STATUS, method="PUT", target="/.keepstep/commits/", times=-1))
+    job.proxy.add(Rule(name="no notice", fault=Fault.STATUS, method="PUT", target="/.keepstep/draining/", times=-1))
     old.pod.delete()
     replacement = job.start()
     assert replacement.wait_begun() == durable

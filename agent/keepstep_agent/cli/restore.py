@@ -28,6 +28,7 @@ from keepstep_agent.core.settings.values import Settings
 from keepstep_agent.core.stored.ledger import Resumed
 from keepstep_agent.ports import StoreWriter
 from keepstep_agent.restore import init_step
+from keepstep_agent.restore.predecessors import Predecessors, pod_id, withdraw_own
 from keepstep_agent.restore.run_lease import RunLease, lease_of_run
 from keepstep_agent.restore.snapshots import RestoredSnapshot, RestoredSnapshots, restore_snapshots
 from keepstep_agent.restore.start_record import StartRecord, write_start_record
@@ -187,6 +188,12 @@ async def _restore(
         await stack.enter_async_context(_held(store, settings, lease))
         await asyncio.to_thread(make_shared_folders, volume, directory)
         await asyncio.to_thread(identity.claim, volume, settings.store.destination)
+        predecessors = None
+        if lease is None:
+            # `keepstep run` has the lease, and nobody to wait for.
+            pod = await asyncio.to_thread(pod_id, volume, Path(settings.state_directory))
+            await withdraw_own(store, pod)
+            predecessors = Predecessors(pod)
         with progress_line() as advance:
             restored: tuple[init_step.Restored, ...] = ()
             if settings.restore != LAZY:
@@ -200,6 +207,7 @@ async def _restore(
                     node_rank=settings.node_rank,
                     concurrency=settings.transfer.max_concurrency,
                     size_limit_bytes=settings.disk.size_limit_bytes,
+                    predecessors=predecessors,
                     on_progress=advance,
                 )
             snapshots = await restore_snapshots(

@@ -29,6 +29,7 @@ from keepstep_agent.restore.candidates import Candidates
 from keepstep_agent.restore.download import download
 from keepstep_agent.restore.local_copy import LocalCopies
 from keepstep_agent.restore.partial_copy import PartialCopy, Piece
+from keepstep_agent.restore.predecessors import Predecessors
 
 _log: structlog.typing.FilteringBoundLogger = structlog.get_logger()
 _Result = TypeVar("_Result")
@@ -62,6 +63,7 @@ async def restore(
     concurrency: int = 8,
     size_limit_bytes: int = 0,
     pin_timeout_seconds: float = 1800.0,
+    predecessors: Predecessors | None = None,
     on_progress: Progress = lambda name, done_bytes, total_bytes: None,
 ) -> tuple[Restored, ...]:
     """Put the newest restorable checkpoint of each output directory into its place.
@@ -69,9 +71,11 @@ async def restore(
     Returns the one that was saved last first; none if the run starts from nothing.
 
     With an `attempt`, all pods of a start of it get the same ones. `place` is the pod's in the job, the same for its
-    replacement; it tells the next start from this one. `size_limit_bytes` is the emptyDir's limit; 0 means none. Raises
-    StoreError, VolumeError or RequestError; then only Keepstep's own folder has changed. CHECKPOINT_CORRUPT means that
-    an output directory has checkpoints and none of them can be restored.
+    replacement; it tells the next start from this one. `size_limit_bytes` is the emptyDir's limit; 0 means none.
+    `predecessors`: whom to wait for before this start chooses; None: nobody.
+
+    Raises StoreError, VolumeError or RequestError; then only Keepstep's own folder has changed. CHECKPOINT_CORRUPT
+    means that an output directory has checkpoints and none of them can be restored.
     """
     for name, word in (("attempt", attempt), ("place", place)):
         if word:
@@ -103,6 +107,7 @@ async def restore(
                 concurrency=concurrency,
             ),
             disk,
+            predecessors,
             on_progress,
         )
         return await step.run(attempt, agreement)
@@ -118,6 +123,7 @@ class _InitStep:
         fetch: Callable[..., Awaitable[None]],
         complete: Callable[..., Awaitable[None]],
         disk: Executor,
+        predecessors: Predecessors | None,
         on_progress: Progress,
     ) -> None:
         self._store = store
@@ -125,6 +131,7 @@ class _InitStep:
         self._fetch = fetch
         self._complete = complete
         self._disk = disk
+        self._predecessors = predecessors
         self._on_progress = on_progress
         self._gathered: list[tuple[CommittedCheckpoint, bool]] = []
         """What is whole and verified on this disk, and whether it was downloaded."""
@@ -134,6 +141,8 @@ class _InitStep:
         await self._on_disk(self._local.prepare)
         while True:  # ends: another round follows only if another pod has begun a generation meanwhile
             pin = await agreement.join() if agreement else None
+            if pin is None and self._predecessors is not None:
+                await self._predecessors.wait(self._store)
             try:
                 await self._gather(pin)
                 wish = pin_of(attempt, [checkpoint.committed for checkpoint, _ in self._gathered])

@@ -29,6 +29,7 @@ from keepstep_agent.core.agent.events import Exited, Started
 from keepstep_agent.core.policies.run_exit import Drained
 from keepstep_agent.core.settings.values import Settings
 from keepstep_agent.ports import Clock
+from keepstep_agent.restore.predecessors import Predecessors, pod_id
 from keepstep_agent.restore.run_lease import lease_of_run
 from keepstep_agent.restore.start_record import read_start_record
 from keepstep_agent.runtime.api.http import serve_http
@@ -38,7 +39,8 @@ from keepstep_agent.runtime.engine.engine import Engine
 from keepstep_agent.runtime.engine.journaling import recover
 from keepstep_agent.runtime.engine.logs import say
 from keepstep_agent.runtime.monitors.commit_news import CommitTeller
-from keepstep_agent.runtime.monitors.kubernetes_events import KubernetesEvents, cluster_news
+from keepstep_agent.runtime.monitors.draining import DrainingNotice
+from keepstep_agent.runtime.monitors.kubernetes_events import cluster_news
 from keepstep_agent.runtime.monitors.lease import LeaseRenewer
 from keepstep_agent.runtime.monitors.ledger import LedgerWriter
 from keepstep_agent.runtime.monitors.mirror import Mirror
@@ -48,7 +50,7 @@ from keepstep_agent.runtime.monitors.other_writers import OtherWriters
 from keepstep_agent.runtime.monitors.preemption import preemption_watcher
 from keepstep_agent.runtime.monitors.ranks import LiveRanks, save_requester, termination_canceller
 from keepstep_agent.runtime.monitors.unannounced import UnannouncedRecovery
-from keepstep_agent.runtime.monitors.workload_boost import WorkloadBoost, workload_boost
+from keepstep_agent.runtime.monitors.workload_boost import workload_boost
 from keepstep_agent.runtime.process.open_volume import claim_volume, volume_journal
 from keepstep_agent.runtime.work.announcements import Announcements
 from keepstep_agent.runtime.work.dispatcher import Dispatcher
@@ -66,6 +68,8 @@ log = structlog.get_logger("keepstep.agent")
 
 Forever = Callable[[], Coroutine[None, None, None]]
 """Work that runs until it is cancelled."""
+AtExit = Callable[[Exit], Coroutine[None, None, None]]
+"""Work for the last moments of an agent that ends as the core says."""
 
 
 class SystemClock:
@@ -110,11 +114,7 @@ async def live(
     clock: Clock,
     forever: Sequence[Forever],
     leaving: "asyncio.Future[Exit]",
-    monitors: Monitors,
-    ledger: LedgerWriter,
-    news: KubernetesEvents | None,
-    boost: WorkloadBoost | None,
-    lease: LeaseRenewer | None,
+    at_exit: Sequence[AtExit],
     exit_code_of: Callable[[Exit], int],
 ) -> int:
     """Run everything that lives as long as the agent; return the exit code."""
@@ -136,13 +136,8 @@ async def live(
         await asyncio.wait({deciding})
         await engine.close(Exited(at=clock.now()))
         # At the same time: each may take half a second.
-        tasks.create_task(ledger.last_words(exit_command, program_failed=monitors.program_failed))
-        if news is not None:
-            tasks.create_task(news.last_words(exit_command.lost))
-        if boost is not None:
-            tasks.create_task(boost.last_words())
-        if lease is not None:
-            tasks.create_task(lease.last_words())
+        for work in at_exit:
+            tasks.create_task(work(exit_command))
     return code
 
 
@@ -210,12 +205,21 @@ async def run_agent(settings: Settings, *, fresh: bool = False, parent_pid: int 
         stack.push_async_callback(store.close)
         others = OtherWriters(store, clock)
         litter = LeftoverRemover(store, clock, settings.retention)
+        draining = predecessors = None
+        if parent_pid is None:
+            # In a pod. A run has the lease of its destination instead.
+            pod = await asyncio.get_running_loop().run_in_executor(
+                executor, pod_id, volume, Path(settings.state_directory)
+            )
+            draining = DrainingNotice(store=store, clock=clock, settings=settings, pod=pod)
+            predecessors = Predecessors(pod)
         # An agent that was started again in the midst of training has checkpoints in its journal.
         fetches = Fetches(
             store=store,
             settings=settings,
             disk=_threads(stack, "keepstep-fetch", 1),
             guesses=not state.checkpoints and not state.termination.noticed,
+            predecessors=predecessors,
         )
         news = await stack.enter_async_context(cluster_news(settings.cluster, clock=clock, executor=monitor_threads))
         ledger = LedgerWriter(
@@ -229,7 +233,11 @@ async def run_agent(settings: Settings, *, fresh: bool = False, parent_pid: int 
             journal=journal,
             clock=clock,
             executor=journaling,
-            listeners=[others.hear, litter.hear, fetches.hear, ledger.hear, *([news.hear] if news else [])],
+            listeners=[
+                *(others.hear, litter.hear, fetches.hear, ledger.hear),
+                *([news.hear] if news else []),
+                *([draining.hear] if draining else []),
+            ],
             unjournaled=unjournaled,
         )
         signal_file = SignalFile(volume)
@@ -318,24 +326,29 @@ async def run_agent(settings: Settings, *, fresh: bool = False, parent_pid: int 
         boost = await stack.enter_async_context(
             workload_boost(settings, state=lambda: state, clock=clock, executor=monitor_threads)
         )
+        at_exit: list[AtExit] = [lambda command: ledger.last_words(command, program_failed=monitors.program_failed)]
         if boost is not None:
             forever.append(boost.keep)
+            at_exit.append(lambda _: boost.last_words())
         # The other nodes of a run leave it to the first one.
         is_first_of_run = parent_pid is not None and not settings.node_rank
         lease = LeaseRenewer(store, lease_of_run(settings)) if is_first_of_run else None
         if lease is not None:
             forever.append(lease.renew)
+            at_exit.append(lambda _: lease.last_words())
+        if draining is not None:
+            forever.append(draining.keep)
+            at_exit.append(lambda _: draining.last_words())
         teller = CommitTeller(engine, clock)
         forever += [partial(teller.tell, receiver) for receiver in teller.receivers]
         if news is not None:
             forever += [news.tell, lambda: news.watch_restore(fetches.progress)]
+            at_exit.append(lambda command: news.last_words(command.lost))
         # Not only with the first upload: a trainer may wait for it, or the grace period may be running.
         store.prepare()
         # In a pod nobody but people reads the code.
         exit_code_of = attrgetter("code") if parent_pid is None else _code_for_runner
-        return await live(
-            engine, dispatcher, clock, forever, leaving, monitors, ledger, news, boost, lease, exit_code_of
-        )
+        return await live(engine, dispatcher, clock, forever, leaving, at_exit, exit_code_of)
 
 
 async def _obey(signals: "asyncio.Queue[str]", monitors: Monitors) -> None:
