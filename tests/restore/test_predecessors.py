@@ -17,13 +17,13 @@ from tests.restore.one_output import restore
 from tests.restore.stored_checkpoints import store_checkpoint
 
 from keepstep_agent.core.errors import ErrorKind, StoreError
-from keepstep_agent.core.limits import DRAINING_BYTES, DRAINING_SECONDS, SECONDS
+from keepstep_agent.core.limits import DRAINING_BYTES, SECONDS
 from keepstep_agent.core.stored.draining import Draining, encode_draining
 from keepstep_agent.core.stored.object_layout import DRAINING_PREFIX, LEASE_CLOCK_KEY, draining_key
 from keepstep_agent.ports import ObjectInfo
 from keepstep_agent.restore import predecessors
 from keepstep_agent.restore.init_step import Restored
-from keepstep_agent.restore.predecessors import Predecessors, pod_id, withdraw_own
+from keepstep_agent.restore.predecessors import EXPIRY_SECONDS, Predecessors, pod_id, withdraw_own
 
 OLD: Final = "old-pod"
 LONG_SECONDS: Final = 600.0
@@ -181,11 +181,34 @@ async def test_a_strange_key_holds_up_nobody(store: FakeStore, tmp_path: Path) -
     assert await start(store, tmp_path) is None
 
 
-async def test_no_notice_counts_for_more_than_an_hour(store: FakeStore, tmp_path: Path) -> None:
+async def test_a_pod_that_is_killed_after_its_notice_holds_up_a_start_for_45_seconds(
+    store: FakeStore, tmp_path: Path
+) -> None:
     await drains(store, seconds_left=float(SECONDS))
-    store.now += DRAINING_SECONDS + MARGIN_SECONDS - 1.0
+    store.now += EXPIRY_SECONDS - 1.0
     async with waiting(store, tmp_path) as started:
+        await asyncio.sleep(0.2)
+        assert not started.done()
         assert await started is None
+    assert notices(store) == []
+
+
+async def test_a_pod_that_renews_its_notice_is_waited_for(store: FakeStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(predecessors, "EXPIRY_SECONDS", 0.3)
+    waits = Predecessors("new-pod")
+    await drains(store)
+    with capture_logs() as logs:
+        waiter = asyncio.create_task(waits.wait(store))
+        for _ in range(10):
+            await asyncio.sleep(0.1)
+            store.now += 0.1
+            await drains(store)
+        assert not waiter.done()
+        async with asyncio.timeout(HANG_SECONDS):
+            await waiter
+    # A line for a pod, and not for each renewal.
+    (said,) = [line for line in logs if line["event"] == "restore.waits_for_predecessor"]
+    assert said["at_most_seconds"] == LONG_SECONDS + MARGIN_SECONDS
 
 
 class _WrittenAnew(FakeStore):

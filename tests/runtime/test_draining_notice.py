@@ -84,6 +84,22 @@ async def test_it_is_there_from_the_notice_until_the_exit() -> None:
     assert agent.stored() is None
 
 
+async def test_it_is_renewed_until_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(draining, "_RENEWAL_SECONDS", 0.005)
+    agent = Agent()
+    async with agent.keeping():
+        agent.ends_in(30.0)
+        await until(lambda: agent.puts() > 2)
+        agent.store.now += 10.0
+        await until(lambda: agent.stored() == Draining(holder="trainer-0", seconds_left=20.0))
+        agent.store.now += 20.0
+        # One may be on its way; none follows.
+        await asyncio.sleep(0.05)
+        puts = agent.puts()
+        await asyncio.sleep(0.05)
+        assert agent.puts() == puts
+
+
 async def test_a_notice_that_turns_out_void_is_taken_back() -> None:
     agent = Agent()
     async with agent.keeping():

@@ -46,7 +46,7 @@ RECORD_BYTES: Final = 128 * 1024**2
 DRAINING_BYTES: Final = 4_096
 """The notice of a pod that ends and still saves."""
 DRAINING_SECONDS: Final = 3_600
-"""How long such a notice counts at most, and with it how long all of them together hold up a start."""
+"""How long they hold up a start at most, all together, besides half a minute."""
 DRAINING_OBJECTS: Final = 10_000
 """How many of them a start looks at."""
 LEDGER_BYTES: Final = 4 * 1024**2

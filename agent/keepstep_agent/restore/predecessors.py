@@ -24,6 +24,8 @@ from keepstep_agent.restore.run_lease import store_time
 
 _MARGIN_SECONDS: Final = 30.0
 """After a pod's deadline: for a request that is under way when it is killed, and for kubelet to be late."""
+EXPIRY_SECONDS: Final = 45.0
+"""Of a notice that is not renewed any more: a renewal, and two more tries that time out."""
 LONGEST_SECONDS: Final = DRAINING_SECONDS + _MARGIN_SECONDS
 _LOOK_SECONDS: Final = 1.0
 _DELETIONS_AT_ONCE: Final = 8
@@ -63,6 +65,7 @@ class Predecessors:
         self._pod = pod
         self._one_at_a_time = asyncio.Lock()
         self._wait: _Wait | None = None
+        self._told: set[str] = set()
         self.waits_for = ""
         """Whom a start waits for now, for people; empty if for nobody."""
 
@@ -121,7 +124,7 @@ class Predecessors:
             wait.store_ahead_seconds = await _store_ahead_seconds(store, now)
         # Where nobody knows its age, it counts from now.
         written_at = now if wait.store_ahead_seconds is None else min(now, one.modified_at - wait.store_ahead_seconds)
-        if written_at + LONGEST_SECONDS <= now:
+        if written_at + EXPIRY_SECONDS <= now:
             return now
         try:
             draining = await read_object(store, one.key, decode_draining, limit_bytes=DRAINING_BYTES)
@@ -131,12 +134,16 @@ class Predecessors:
             if error.kind is not ErrorKind.NOT_FOUND:
                 _log.warning("restore.unreadable_predecessor", key=one.key, error=str(error))
             return None
-        expires_at = written_at + min(draining.seconds_left, DRAINING_SECONDS) + _MARGIN_SECONDS
+        left_seconds = written_at + draining.seconds_left + _MARGIN_SECONDS - now
+        expires_at = min(now + left_seconds, written_at + EXPIRY_SECONDS)
         if expires_at > now:
             self.waits_for = printable(draining.holder)
-            _log.warning(
-                "restore.waits_for_predecessor", predecessor=self.waits_for, at_most_seconds=round(expires_at - now)
-            )
+            if one.key not in self._told:
+                self._told.add(one.key)
+                at_most_seconds = round(min(left_seconds, wait.give_up_at - now))
+                _log.warning(
+                    "restore.waits_for_predecessor", predecessor=self.waits_for, at_most_seconds=at_most_seconds
+                )
         return expires_at
 
 

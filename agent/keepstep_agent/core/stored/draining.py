@@ -11,7 +11,7 @@ from keepstep_agent.core.stored.manifest import corrupt
 
 
 class Draining(Struct, frozen=True, kw_only=True):
-    """Who ends, for people, and how long it had left when this was written."""
+    """Who ends, for people, and how long it had left when this was written. Its agent renews it while it lives."""
 
     holder: Annotated[str, Meta(max_length=512)]
     seconds_left: Annotated[float, Meta(ge=0, le=SECONDS)]

@@ -1,6 +1,6 @@
 """Tells later starts of the run, by an object in the destination, that this pod ends and may still commit.
 
-Nothing waits for it: it is written by a task of its own, beside the uploads, and what stays behind expires.
+Nothing waits for it: it is written by a task of its own, beside the uploads, and what is not renewed expires soon.
 docs/design/0026.
 """
 
@@ -21,6 +21,7 @@ from keepstep_agent.core.stored.object_layout import draining_key
 from keepstep_agent.ports import Clock
 from keepstep_agent.runtime.work.ready_store import ReadyStore
 
+_RENEWAL_SECONDS: Final = 15.0
 _REQUEST_SECONDS: Final = 10.0
 _RETRY_SECONDS: Final = 2.0
 # The process has two seconds to close in, and SIGKILL may be near.
@@ -49,9 +50,12 @@ class DrainingNotice:
             self._changed.set()
 
     async def keep(self) -> None:
-        """Write the notice whenever the deadline changes, and delete it when there is none any more."""
+        """Write the notice when there is a deadline, renew it until then, and delete it when there is none any more."""
         while True:
-            await self._changed.wait()
+            renews = self._deadline is not None and self._clock.now() < self._deadline
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_RENEWAL_SECONDS if renews else None):
+                    await self._changed.wait()
             self._changed.clear()
             if self._deadline is None and not self._may_be_stored:
                 continue
