@@ -34,6 +34,7 @@ from keepstep_api import names, step_file
 
 _SAVES_NOTED: Final = 8
 _JUST_IN_TIME_TRIES: Final = 2
+_COMING_OUT_SECONDS: Final = 10.0
 _log: Final = logging.getLogger("keepstep")
 
 
@@ -171,6 +172,12 @@ class Session:
             self.stopping = True
         elif self.context().leads_pod:
             self.context().local.make_room(stored=self.agent.newest_stored_save())
+
+    def all_came_out(self) -> bool:
+        """Whether all ranks come out of a save that one of them has lost: some may wait for it in the midst of it."""
+        left_seconds = self.agent.seconds_to_write(0)
+        seconds = _COMING_OUT_SECONDS if left_seconds is None else max(0.0, left_seconds / 2)
+        return self.context().coordinator.agree(f"out/{self.next_number()}", seconds=seconds) is not None
 
     def request_save(self) -> None:
         """Ask all ranks to save at the next position that they can agree on."""
@@ -332,8 +339,10 @@ class Session:
             self._end()
             self._sigterm.close()
 
-    def leave(self) -> NoReturn:
+    def leave(self, *, together: bool = True) -> NoReturn:
         """Leave for a termination notice: as `close`, but SIGTERM is ignored from then on.
+
+        Waits for the other ranks, unless they do not leave `together`.
 
         Raises SystemExit: with 143 if the step that training is at is stored as far as this process knows, else with
         75. This is the one place that decides it.
@@ -348,16 +357,16 @@ class Session:
                     self._step,
                     self._stored_step,
                 )
-            self._end()
+            self._end(together=together)
             self._left = True
         # Every time: on its way out, a framework may have put back the handler that it had found.
         self._sigterm.hold()
         leave(names.JUST_IN_TIME_EXIT_CODE if is_stored else names.NOT_DURABLE_EXIT_CODE)
 
-    def _end(self) -> None:
+    def _end(self, *, together: bool = True) -> None:
         self.tell_notice()
         self.announce_missed()
-        if self.stopping:
+        if self.stopping and together:
             self.context().coordinator.leave()
         if self._context is not None:
             self._context.gate.close()

@@ -194,7 +194,11 @@ class FrameworkRun:
                 save()
             except Exception as error:
                 _log.warning("checkpoint lost: step=%d error=%s", step, reason(error))
-            if self._session.stopping or self._session.just_in_time_losses == losses:
+            if self._session.just_in_time_losses == losses:
+                return
+            if not self._session.all_came_out():
+                self.leave(together=False)
+            if self._session.stopping:
                 return
 
     def admits(self, step: int) -> bool:
@@ -307,7 +311,7 @@ class FrameworkRun:
             pending = self._begin(path, step, None)
             path = path if outside is None else self.directories.in_volume(path.parent) / path.name
             publication = None if pending is None else self._publication(pending, path)
-            self._saved = saved = UnannouncedSave(
+            self._saved = self._last = saved = UnannouncedSave(
                 path=path,
                 outside=outside,
                 publication=publication,
@@ -336,7 +340,6 @@ class FrameworkRun:
                         # The program hears of it. Of a just-in-time save it does not: the next start tries again.
                         publication.discard()
                     raise publication.failure
-            self._last = saved
             saved.claim = claim.pop_all()
             return saved.in_place or saved.behind is not None or saved.outside is not None
 
@@ -634,10 +637,14 @@ class FrameworkRun:
             raise SystemExit(f"keepstep: {error}; {error.hint}") from error
         return chosen
 
-    def leave(self) -> NoReturn:
-        """Wait for running writes and for the other ranks, then leave for a termination notice, as the session does."""
+    def leave(self, *, together: bool = True) -> NoReturn:
+        """Wait for running writes and for the other ranks, then leave for a termination notice, as the session does.
+
+        `together`: the other ranks come to this too.
+        """
+        self._given_up |= not together
         self._shut()
-        self._session.leave()
+        self._session.leave(together=together)
 
     def close(self, *, ended: bool = True) -> None:
         """End a run without leaving: wait for running writes, stop handling SIGTERM. Idempotent.
