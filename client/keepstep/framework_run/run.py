@@ -183,10 +183,9 @@ class FrameworkRun:
         self._session.note_stored(step)
 
     def save_unasked(self, step: int, save: Callable[[], object]) -> None:
-        """Have `save` save and announce a checkpoint that the program does not know of.
+        """Have `save` save and announce a checkpoint that the program does not know of; just in time once more if lost.
 
-        An error costs the checkpoint alone, and is said. A just-in-time save that is lost is tried once more, when the
-        session has made room for it.
+        An error costs the checkpoint alone, and is said.
         """
         while True:  # ends: after the second loss the session stops
             losses = self._session.just_in_time_losses
@@ -638,10 +637,7 @@ class FrameworkRun:
         return chosen
 
     def leave(self, *, together: bool = True) -> NoReturn:
-        """Wait for running writes and for the other ranks, then leave for a termination notice, as the session does.
-
-        `together`: the other ranks come to this too.
-        """
+        """Wait for running writes, and for the ranks if they leave `together`, then leave as the session does."""
         self._given_up |= not together
         self._shut()
         self._session.leave(together=together)
