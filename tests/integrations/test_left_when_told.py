@@ -47,7 +47,7 @@ def test_a_step_that_cannot_be_saved_ends_with_75_after_two_tries(framework: str
     # Of a save of its own that fails, the program would die.
     first = lives.start(lives.command("one"), STOPPED_AT="one:0:2", NO_ROOM="1", EVERY="100")
     assert first.returncode == 75, first.stderr
-    assert first.stderr.count("which is not stored: the steps after 0 are lost") == ranks
+    assert first.stderr.count("which is not stored: the steps after 0 are lost") == ranks, first.stderr
     assert "keepstep: not durable: step " in first.stderr
     assert "keepstep: not durable: nothing was stored" in first.stderr
 
