@@ -276,3 +276,31 @@ def test_a_run_ends_with_the_code_that_the_page_says(scene: Scene, how: str) -> 
     code = code if code >= 0 else 128 - code
     assert code == table()[how], scene.run.output()
     assert code != NOT_DURABLE or "keepstep: not durable: " in scene.run.output(), "what fails says so"
+
+
+@pytest.mark.parametrize("told", ["the launcher", "the launcher and its process"])
+def test_what_a_dead_launcher_has_left_behind_is_waited_for_and_stored(scene: Scene, told: str) -> None:
+    """It knows nothing of Keepstep, and saves once its launcher is gone."""
+    last = scene.folder / "out" / "last.bin"
+    scene.watch(
+        "import os",
+        "launcher = os.getpid()",
+        "if not os.fork():",
+        "    told = []",
+        "    signal.signal(signal.SIGTERM, lambda *_: told.append(True))",
+        f"    pathlib.Path({str(scene.folder / 'rank')!r}).write_text(str(os.getpid()))",
+        "    while os.getppid() == launcher: time.sleep(0.05)",
+        "    time.sleep(2)  # for as long as its save takes",
+        f"    pathlib.Path({str(last)!r}).write_bytes(bytes(1000))",
+        "    os._exit(0)",
+        "time.sleep(600)",
+    )
+    if told == "the launcher":
+        scene.run.signal(signal.SIGTERM)
+    else:
+        # As Slurm does it: all processes at once, so the launcher is dead before the run knows why.
+        launcher_id = next(pid for pid, line in scene.run.children().items() if " -c " in line)
+        for process_id in (int((scene.folder / "rank").read_text()), launcher_id, scene.run.process.pid):
+            os.kill(process_id, signal.SIGTERM)
+    assert scene.run.wait() == 143, scene.run.output()
+    assert list(scene.folder.glob("store/**/last.bin")), scene.run.output()

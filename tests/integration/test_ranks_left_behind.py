@@ -68,8 +68,8 @@ def test_a_rank_whose_launcher_dies_of_the_sigterm_saves_just_in_time(rclone_buc
         run.wait_steps(1)
         run.signal(signal.SIGTERM)
         assert run.wait() == JUST_IN_TIME, run.output()
-        (left_behind,) = run.log("ranks.left_behind")
-        assert left_behind["local_ranks"] == [0]
+        (waits,) = run.log("run.waits_for_processes")
+        assert waits["pids"] == [int((tmp_path / "rank-pid").read_text())]
         assert committed_steps(rclone_bucket) == [run.steps()[-1][0]]
 
 

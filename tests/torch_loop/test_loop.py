@@ -3,6 +3,7 @@
 import functools
 import logging
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -60,6 +61,36 @@ def test_it_saves_when_it_is_due_and_at_the_end(asynchronous: bool, make_checkpo
         trained.loop.step(every=3)
     trained.loop.finish()
     assert saved(directory) == {3: Kind.PERIODIC, 6: Kind.PERIODIC, 8: Kind.FINAL}
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_last_step_that_cannot_be_saved_is_tried_once_more_and_left(
+    asynchronous: bool, make_checkpointer: Make, directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpointer = make_checkpointer(asynchronous=asynchronous)
+    trained = Trained(checkpointer)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def train() -> None:
+        for batch in trained.loop.batches(steps=8):
+            trained.backward(batch)
+            trained.step()
+            if trained.loop.steps_done == 3:
+                checkpointer.wait()
+                os.kill(os.getpid(), signal.SIGTERM)
+                # Enough for what is no checkpoint.
+                resource.setrlimit(resource.RLIMIT_FSIZE, (500, hard))
+            trained.loop.step(every=2)
+
+    try:
+        with pytest.raises(SystemExit) as left:
+            train()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert left.value.code == 75
+    assert saved(directory) == {2: Kind.PERIODIC}
+    assert "leaving at step 5, which is not stored: the steps after 2 are lost" in caplog.messages
+    assert sum("given up" in message for message in caplog.messages) == 2
 
 
 def test_with_a_recovery_point_there_is_no_interval_in_steps(

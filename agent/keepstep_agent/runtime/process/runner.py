@@ -39,6 +39,7 @@ _BETWEEN_QUESTIONS_SECONDS: Final = 2.0
 _LAUNCHER_MARGIN_SECONDS: Final = 2.0
 _DRAIN_SECONDS: Final = 1.0
 """For the upload of what the processes that the program has left behind have saved."""
+_AT_ONCE_SECONDS: Final = 0.2
 _ORDERLY: Final = frozenset({0, JUST_IN_TIME_EXIT_CODE, NOT_DURABLE_EXIT_CODE})
 """Exit codes of processes that no error has ended."""
 _NOTICES: Final = frozenset({signal.SIGTERM, signal.SIGHUP})
@@ -95,9 +96,11 @@ class Runner:
         self._take_over = take_over
         self._autoload_check = autoload_check
         self._ended_stuck = False
-        self._noticed_at: float | None = None
+        loop = asyncio.get_running_loop()
+        self._noticed: asyncio.Future[float] = loop.create_future()
         """When the first notice came, in the event loop's time."""
         self._at_notice: Descendants | None = None
+        self._is_draining = False
         self._interrupted: asyncio.Future[signal.Signals] = asyncio.get_running_loop().create_future()
 
     async def run(self) -> int:
@@ -120,27 +123,31 @@ class Runner:
         assert self._program is not None
         # Before anything else, because files are judged by their age at that time.
         ended_at = time.time()
+        if self._program.returncode:
+            # Who tells all processes of a job at once may have told the program first.
+            await asyncio.wait({self._noticed}, timeout=_AT_ONCE_SECONDS)
         last_codes = await self._codes_of_left_behind() or (self._program.returncode,)
         has_failed = not _ORDERLY.issuperset(last_codes)
+        self._is_draining = True
         drained = await self._agent.drain(failed_at=ended_at if has_failed else 0.0)
         if drained in (Drained.NOT_STORED, Drained.STOPPED_NOT_STORED):
             log.error("run.not_durable", program_code=code)
         return run_exit_code(
             program_code=code,
             drained=drained,
-            noticed=self._noticed_at is not None,
+            noticed=self._noticed.done(),
             stuck_code=self._settings.progress.stuck_exit_code if self._ended_stuck else 0,
         )
 
     async def _codes_of_left_behind(self) -> Sequence[int]:
-        """Return the exit codes of processes that the program has left behind, which may save until the grace period.
+        """Return the exit codes of processes that the program has left behind, which may save in the grace period.
 
         None are waited for without a notice: a program that ends by itself may leave servers behind.
         """
-        if self._noticed_at is None or self._at_notice is None:
+        if self._at_notice is None:
             return ()
         termination = self._settings.termination
-        until = self._noticed_at + termination.grace_seconds - termination.commit_reserve_seconds - _DRAIN_SECONDS
+        until = self._noticed.result() + termination.grace_seconds - termination.commit_reserve_seconds - _DRAIN_SECONDS
         return await self._at_notice.ended(until - asyncio.get_running_loop().time()) or ()
 
     def _listen(self) -> None:
@@ -155,12 +162,12 @@ class Runner:
         if self._program is None:
             if not self._interrupted.done():
                 self._interrupted.set_result(number)
-        elif self._program.returncode is None:
+        elif not self._is_draining:
             if number not in _TYPED or not _hears_the_terminal(self._program.pid):
                 send_signal(self._program, number)
             if number in _NOTICES:
-                if self._noticed_at is None:
-                    self._noticed_at = asyncio.get_running_loop().time()
+                if not self._noticed.done():
+                    self._noticed.set_result(asyncio.get_running_loop().time())
                     self._at_notice = Descendants(besides=self._agent.pid)
                 self._agent.notice(f"runner {number.name}")
         elif number not in _PROGRAMS_OWN:
