@@ -21,7 +21,8 @@ def training_at(step: int) -> Play:
 
 def dies(play: Play, *, at: int | None) -> None:
     """`at`: what its step file says; None if it had ended its training."""
-    play.feed(RanksSeen(at=play.now, alive=frozenset(), cut_short_at=at))
+    sign = None if at is None else StepSign(at=play.now, step=at)
+    play.feed(RanksSeen(at=play.now, alive=frozenset(), cut_short=sign))
     play.feed(StepSeen(at=play.now, newest=None))
 
 
@@ -41,7 +42,7 @@ def test_a_rank_that_dies_after_the_notice_without_a_save_leaves_its_step_unsave
     assert end(play).code == NOT_DURABLE_EXIT_CODE
     assert play.exit is not None
     assert play.exit.lost == (
-        "step 37: the trainers were asked to save it and did not; of what was announced, the newest is step 1",
+        "step 37 or later: the trainers were asked to save it and did not; they announced step 1 last",
     )
 
 
@@ -51,7 +52,7 @@ def test_a_rank_that_hangs_leaves_its_step_unsaved() -> None:
     said = end(play)
     assert said.code == NOT_DURABLE_EXIT_CODE
     assert "step 37" in said.lost[0]
-    assert "none is" in said.lost[0]
+    assert "nothing" in said.lost[0]
 
 
 @pytest.mark.parametrize("at", [None, 1])
@@ -69,6 +70,39 @@ def test_a_rank_that_died_before_the_notice_was_asked_for_nothing() -> None:
     dies(play, at=37)
     notice(play)
     assert end(play) == Exit(code=0, lost=())
+
+
+def test_a_rank_that_died_long_after_its_last_sign_may_have_gone_on_after_its_last_save() -> None:
+    play = training_at(1)
+    sign = StepSign(at=play.now, step=1)
+    play.now += 5
+    play.announce("before")
+    play.finish()
+    notice(play)
+    play.feed(RanksSeen(at=play.now, alive=frozenset(), cut_short=sign))
+    assert end(play).code == NOT_DURABLE_EXIT_CODE
+
+
+def test_a_rank_that_leaves_with_a_loss_has_lost_its_step_whatever_was_saved_before() -> None:
+    """A training before this one, in the same process, has made more steps and its final save."""
+    play = training_at(1)
+    play.steps["first"] = 1000
+    play.announce("first", kind=Kind.FINAL)
+    play.finish()
+    notice(play)
+    play.feed(RanksSeen(at=play.now, alive=frozenset(), left=True, lost_at=50))
+    assert end(play) == Exit(code=75, lost=("step 50: the trainers left without a save of it",), stopped=True)
+
+
+def test_what_an_earlier_training_of_the_process_has_saved_is_no_save_of_this_ones_steps() -> None:
+    play = training_at(1000)
+    play.steps["first"] = 1000
+    play.announce("first", kind=Kind.FINAL)
+    play.finish()
+    play.feed(StepSeen(at=play.now, newest=StepSign(at=play.now, step=50)))
+    notice(play)
+    dies(play, at=50)
+    assert end(play).code == NOT_DURABLE_EXIT_CODE
 
 
 @pytest.mark.parametrize(("kind", "stopped"), [(Kind.JUST_IN_TIME, True), (Kind.FINAL, False), (Kind.PERIODIC, False)])

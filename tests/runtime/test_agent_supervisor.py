@@ -17,6 +17,7 @@ from tests.harness.bounds import HANG_SECONDS
 from keepstep_agent.core.errors import ErrorKind, KeepstepError
 from keepstep_agent.runtime.process import agent_supervisor
 from keepstep_agent.runtime.process.agent_supervisor import AgentSupervisor, Notify, RestartBackoff
+from keepstep_api.v1 import agent_pb2
 
 # Begins when it is told to. Writes down its pid; ends with the code that somebody gives it, and in order when it is
 # terminated.
@@ -92,10 +93,10 @@ class Stage:
         pid = self.pid()
         return pid is not None and is_running(pid)
 
-    def _notify(self, grace_seconds: float, source: str, trainers_gone: bool, trainers_failed_at: float) -> None:
+    def _notify(self, request: agent_pb2.NotifyTerminationRequest) -> None:
         if self.deaf or not self._answers():
             raise KeepstepError(ErrorKind.UNREACHABLE, "it does not listen")
-        self.told.append((grace_seconds, source, trainers_gone, trainers_failed_at))
+        self.told.append((request.grace_seconds, request.source, request.trainers_gone, request.trainers_failed_at))
 
 
 def is_running(pid: int) -> bool:
@@ -174,7 +175,7 @@ async def test_an_agent_that_does_not_answer_is_said_once(tmp_path: Path, monkey
         (sys.executable, "-c", AGENT, str(tmp_path)),
         environment=os.environ,
         grace_seconds=GRACE_SECONDS,
-        notify=lambda grace_seconds, source, trainers_gone, trainers_failed_at: None,
+        notify=lambda request: None,
         answers=answers_late,
     )
     with capture_logs() as logs:
@@ -184,7 +185,7 @@ async def test_an_agent_that_does_not_answer_is_said_once(tmp_path: Path, monkey
 
 
 async def test_an_agent_whose_answer_is_seen_after_its_end_was_told(tmp_path: Path) -> None:
-    def leave_and_answer(grace_seconds: float, source: str, trainers_gone: bool, trainers_failed_at: float) -> None:
+    def leave_and_answer(_: agent_pb2.NotifyTerminationRequest) -> None:
         pid = stage.pid()
         stage.leave(0)
         deadline = time.monotonic() + HANG_SECONDS

@@ -90,7 +90,7 @@ class _Agent:
         self.mirror = _EmptyDirectories(self.engine.news) if empty_directories else None
         clock = cast(Any, SimpleNamespace(now=lambda: play.now))
         nobody = RanksLook(alive=frozenset(), newest=None, age_seconds=0.0)
-        live_ranks = cast(Any, SimpleNamespace(look=lambda: nobody, last_steps=lambda gone: ()))
+        live_ranks = cast(Any, SimpleNamespace(look=lambda: nobody, last_steps=lambda ended, since: ()))
         self.monitors = Monitors(
             engine=cast(Any, self.engine),
             clock=clock,

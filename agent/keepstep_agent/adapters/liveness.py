@@ -58,6 +58,15 @@ class RankLocks:
         except OSError:
             return None
 
+    def ranks_with_steps(self) -> frozenset[int]:
+        """Return the local ranks that have a step file, alive or not. Never raises."""
+        try:
+            with open_volume(self._volume) as root, root.folder(_FOLDER) as folder:
+                names = [entry.name.removesuffix(SUFFIX) for entry in folder.entries() if entry.name.endswith(SUFFIX)]
+        except OSError:
+            return frozenset()
+        return frozenset(int(name) for name in names if _RANK.fullmatch(name))
+
     def claimed_paths(self) -> frozenset[Path]:
         """Return what processes are about to announce, or were when they died. Never raises."""
         found: set[Path] = set()

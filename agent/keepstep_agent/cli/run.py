@@ -67,14 +67,8 @@ def run(wants_autoload: bool, take_over: bool, command: tuple[str, ...], **optio
             log.warning("run.launcher", problem=problem)
         _make_directory(Path(settings.checkpoint_directory))
 
-        def notify(grace_seconds: float, source: str, trainers_gone: bool, trainers_failed_at: float) -> None:
+        def notify(request: agent_pb2.NotifyTerminationRequest) -> None:
             with agent_stub(settings.socket) as stub:
-                request = agent_pb2.NotifyTerminationRequest(
-                    grace_seconds=grace_seconds,
-                    source=source,
-                    trainers_gone=trainers_gone,
-                    trainers_failed_at=trainers_failed_at,
-                )
                 stub.NotifyTermination(request, timeout=CALL_TIMEOUT_SECONDS)
 
         def is_stuck() -> bool:

@@ -208,16 +208,18 @@ class RequestSaveResponse(_message.Message):
     def __init__(self, ranks: _Optional[int] = ...) -> None: ...
 
 class NotifyTerminationRequest(_message.Message):
-    __slots__ = ("grace_seconds", "source", "trainers_gone", "trainers_failed_at")
+    __slots__ = ("grace_seconds", "source", "trainers_gone", "trainers_failed_at", "survivors_ended_well")
     GRACE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     SOURCE_FIELD_NUMBER: _ClassVar[int]
     TRAINERS_GONE_FIELD_NUMBER: _ClassVar[int]
     TRAINERS_FAILED_AT_FIELD_NUMBER: _ClassVar[int]
+    SURVIVORS_ENDED_WELL_FIELD_NUMBER: _ClassVar[int]
     grace_seconds: float
     source: str
     trainers_gone: bool
     trainers_failed_at: float
-    def __init__(self, grace_seconds: _Optional[float] = ..., source: _Optional[str] = ..., trainers_gone: bool = ..., trainers_failed_at: _Optional[float] = ...) -> None: ...
+    survivors_ended_well: bool
+    def __init__(self, grace_seconds: _Optional[float] = ..., source: _Optional[str] = ..., trainers_gone: bool = ..., trainers_failed_at: _Optional[float] = ..., survivors_ended_well: bool = ...) -> None: ...
 
 class NotifyTerminationResponse(_message.Message):
     __slots__ = ("deadline",)

@@ -159,6 +159,12 @@ class Checkpoint:
         return min([self.announced_at, *begun])
 
     @property
+    def recorded_at(self) -> float | None:
+        """When the trainer's record of it was written, in unix seconds, if the agent has found it by that."""
+        times = [one.announced.recorded_at for one in self.contributions.values()]
+        return min((at for at in times if at is not None), default=None)
+
+    @property
     def stall_seconds(self) -> float:
         """How long training stood still for it, on the rank where that took longest; 0: not known."""
         return max((one.announced.stall_seconds for one in self.contributions.values()), default=0.0)

@@ -109,7 +109,10 @@ def _last_saves(state: State) -> Iterator[Checkpoint]:
     # Only the newest: a run that goes on after a final save owes another one.
     final = [newest] if newest is not None and newest.info.kind is Kind.FINAL else []
     for checkpoint in (*state.just_in_time.values(), *final):
-        if checkpoint.sequence >= state.termination.first_sequence and checkpoint.phase not in LOST_PHASES:
+        is_of_this_life = checkpoint.sequence >= state.termination.first_sequence and (
+            checkpoint.recorded_at is None or checkpoint.recorded_at >= state.termination.begun_at
+        )
+        if is_of_this_life and checkpoint.phase not in LOST_PHASES:
             yield checkpoint
 
 
@@ -230,22 +233,33 @@ def _exit(state: State) -> Exit:
     nothing_found = () if newest or not state.termination.nothing_found else (state.termination.nothing_found,)
     not_stored = (*_unsaved(state), *state.not_stored, *nothing_found)
     durable = all(checkpoint.durable for checkpoint in newest.values()) and not not_stored
-    stopped = state.termination.left or any(one.info.kind is Kind.JUST_IN_TIME for one in _last_saves(state))
+    stopped = state.termination.noticed and (
+        state.termination.left or any(one.info.kind is Kind.JUST_IN_TIME for one in _last_saves(state))
+    )
     return Exit(code=0 if durable else NOT_DURABLE_EXIT_CODE, lost=(*lost, *not_stored), stopped=stopped)
 
 
 def _unsaved(state: State) -> Iterator[str]:
     """Say which step the trainers were asked to save and did not, as far as they told it."""
-    if not state.termination.noticed or any(_last_saves(state)):
+    termination = state.termination
+    if not termination.noticed:
         return
-    living, cut_short_at = state.progress.newest, state.termination.cut_short_at
-    step = max(-1 if living is None else living.step, -1 if cut_short_at is None else cut_short_at)
-    saved = (one.info.step for one in reversed(state.checkpoints.values()) if _is_save(one))
-    newest = next(saved, None)
-    if step > (-1 if newest is None else newest):
-        since = "none is" if newest is None else f"the newest is step {newest}"
-        yield f"step {step}: the trainers were asked to save it and did not; of what was announced, {since}"
+    if termination.lost_at is not None:
+        yield f"step {termination.lost_at}: the trainers left without a save of it"
+        return
+    if any(one.sequence >= termination.noticed_sequence for one in _last_saves(state)):
+        return
+    # Ranks that are alive were asked too.
+    asked = [sign for sign in (state.progress.newest, termination.cut_short) if sign is not None]
+    last = max(asked, key=lambda sign: sign.step, default=None)
+    saves = (one for one in reversed(state.checkpoints.values()) if _is_save(one, state.training_sequence))
+    newest = next(saves, None)
+    # A word from before the save does not say how far training went on after it.
+    if last is not None and (newest is None or newest.info.step < last.step or last.at < newest.taken_at):
+        since = "nothing" if newest is None else f"step {newest.info.step}"
+        yield f"step {last.step} or later: the trainers were asked to save it and did not; they announced {since} last"
 
 
-def _is_save(checkpoint: Checkpoint) -> bool:
-    return not checkpoint.info.is_snapshot and checkpoint.phase not in LOST_PHASES
+def _is_save(checkpoint: Checkpoint, first_sequence: int) -> bool:
+    is_lost = checkpoint.phase in LOST_PHASES
+    return not checkpoint.info.is_snapshot and not is_lost and checkpoint.sequence >= first_sequence

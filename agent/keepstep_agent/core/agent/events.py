@@ -272,13 +272,15 @@ class StopRequested(_Happened):
 class RanksSeen(_Happened):
     """Which local ranks are alive, by their locks and open streams.
 
-    Of those that are gone since the last look: `left`, whether one has left for a notice, and `cut_short_at`, the
-    greatest step at which one was that had not ended its training and that it does not know to be stored; None if none.
+    `left` and `lost_at` are of ranks that have left for a notice: whether one has, and the greatest step at which one
+    has lost what it did; None if none. `cut_short`: the greatest step of a rank that has ended in the midst of training
+    without a word, and when it told it.
     """
 
     alive: frozenset[int]
     left: bool = False
-    cut_short_at: int | None = None
+    lost_at: int | None = None
+    cut_short: StepSign | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

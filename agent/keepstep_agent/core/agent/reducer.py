@@ -152,7 +152,7 @@ def _apply(state: State, event: Event) -> Iterator[Command]:
         case RankRegistered():
             state.ranks[event.local_rank] = event.rank
         case Exited():
-            state.termination = Termination(first_sequence=state.next_sequence)
+            state.termination = Termination(first_sequence=state.next_sequence, begun_at=event.at)
             state.ranks.clear()
         case StopRequested():
             if state.termination.stop_requested_at is None:
@@ -171,10 +171,12 @@ def _apply(state: State, event: Event) -> Iterator[Command]:
                 state.save_requests.program_objective = None
             state.alive_ranks = event.alive
             state.termination.most_alive = max(state.termination.most_alive, len(event.alive))
-            if state.termination.noticed and event.cut_short_at is not None:
-                state.termination.cut_short_at = max(state.termination.cut_short_at or 0, event.cut_short_at)
-            state.termination.left |= state.termination.noticed and event.left
+            if state.termination.noticed:
+                _note_ends(state.termination, event)
         case StepSeen():
+            before, now = state.progress.newest, event.newest
+            if now is not None and (before is None or now.step < before.step):
+                state.training_sequence = state.next_sequence
             state.progress.note(event.newest)
             state.progress.stuck = state.are_trainers_stuck(state.now)
         case DiskRead():
@@ -340,6 +342,17 @@ def _given_up(state: State, event: Shed | Failed) -> None:
     stop_sending(checkpoint)
 
 
+def _note_ends(termination: Termination, event: RanksSeen) -> None:
+    """Note how ranks have ended since the notice."""
+    termination.left |= event.left
+    if event.lost_at is not None:
+        termination.lost_at = max(termination.lost_at or 0, event.lost_at)
+    if event.cut_short is not None and (
+        termination.cut_short is None or termination.cut_short.step < event.cut_short.step
+    ):
+        termination.cut_short = event.cut_short
+
+
 def _started(state: State, event: Started) -> Iterator[Command]:
     state.live = True
     state.outcomes.clear()
@@ -352,8 +365,10 @@ def _started(state: State, event: Started) -> Iterator[Command]:
     state.upload_rate = UploadRate()
     state.begun.clear()
     deadline = state.termination.deadline
-    if event.fresh or (deadline is not None and deadline <= event.at):
-        state.termination = Termination(first_sequence=state.next_sequence)
+    if event.fresh:
+        state.termination = Termination(first_sequence=state.next_sequence, begun_at=event.at)
+    elif deadline is not None and deadline <= event.at:
+        state.termination = Termination(first_sequence=state.next_sequence, begun_at=state.termination.begun_at)
     state.active_upload, state.active_upload_preempted = "", False
     for checkpoint in state.checkpoints.values():
         checkpoint.may_have_orphans = not checkpoint.durable
@@ -371,7 +386,7 @@ def expire_termination(state: State) -> Iterator[Command]:
     """End the termination once its notice has expired; the pod goes on as before it."""
     lapses_at = drain.expires_at(state)
     if lapses_at is not None and lapses_at <= state.now:
-        state.termination = Termination(first_sequence=state.next_sequence)
+        state.termination = Termination(first_sequence=state.next_sequence, begun_at=state.now)
         if state.live:
             yield CancelTermination()
 
@@ -384,6 +399,7 @@ def termination_noticed(state: State, event: TerminationNoticed) -> Iterator[Com
         termination.deadline = event.deadline
     if first:
         termination.noticed, termination.source = True, event.source
+        termination.noticed_sequence = state.next_sequence
         termination.most_alive = len(state.alive_ranks)
         reset_backoff(state)
         if state.settings.transfer.bandwidth_bytes_per_second:

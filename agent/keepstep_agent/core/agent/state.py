@@ -28,7 +28,7 @@ from keepstep_agent.core.agent.work import TRANSFERS, WorkId, WorkLimit, work_li
 from keepstep_agent.core.errors import ErrorKind
 from keepstep_agent.core.model import Kind, Phase
 from keepstep_agent.core.policies.commit_news import UntoldNews
-from keepstep_agent.core.policies.progress import Progress
+from keepstep_agent.core.policies.progress import Progress, StepSign
 from keepstep_agent.core.policies.recovery_objective import SaveRequests
 from keepstep_agent.core.settings.values import Settings
 
@@ -90,12 +90,17 @@ class Termination:
     noticed: bool = False
     deadline: float | None = None
     source: str = ""
-    # Only saves from this sequence on are last saves of this termination; earlier ones belong to one that is over.
+    # Only saves from this sequence on, and recorded since then (unix seconds), are last saves of this termination;
+    # earlier ones belong to one that is over.
     first_sequence: int = 0
+    begun_at: float = 0.0
+    # The first sequence after the notice.
+    noticed_sequence: int = 0
     # The largest number of local ranks alive at once since the notice. Each of them owes a last save.
     most_alive: int = 0
-    # The greatest step at which a rank died since the notice, which was to save it.
-    cut_short_at: int | None = None
+    # Of ranks that have ended since the notice: the greatest step that one has lost, the last sign of one that died.
+    lost_at: int | None = None
+    cut_short: StepSign | None = None
     # Whether a rank has left for the notice.
     left: bool = False
     stop_requested_at: float | None = None
@@ -140,6 +145,8 @@ class State:
     alive_ranks: frozenset[int] = frozenset()
     ranks: dict[int, int] = field(default_factory=dict)
     progress: Progress = field(default_factory=Progress)
+    # Saves from this sequence on are of the training that tells its steps now.
+    training_sequence: int = 0
     disk: DiskRead | None = None
     # Bytes of pins dropped since that reading, and of pins about to be dropped.
     freed_bytes: int = 0

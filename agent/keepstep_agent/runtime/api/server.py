@@ -172,7 +172,9 @@ class AgentService(agent_pb2_grpc.AgentServicer):
         self, request: agent_pb2.NotifyTerminationRequest, context: Any
     ) -> agent_pb2.NotifyTerminationResponse:
         if request.trainers_gone:
-            await self._monitors.drain_after_program(failed_at=request.trainers_failed_at or None)
+            await self._monitors.drain_after_program(
+                failed_at=request.trainers_failed_at or None, survivors_ended_well=request.survivors_ended_well
+            )
         else:
             await self._monitors.notice_termination(request.source or "api", request.grace_seconds)
         return agent_pb2.NotifyTerminationResponse(deadline=drain.deadline(self._engine.state) or 0.0)

@@ -5,6 +5,7 @@ is on its way, except at the end: while it is being sent, the program's next sta
 """
 
 import asyncio
+import math
 import secrets
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -107,7 +108,14 @@ class Mirror:
             for hints in self._hints:
                 await self._run(hints.close)
 
-    async def last_looks(self, *, writers_gone: bool, failed_at: float | None, limit_seconds: float) -> None:
+    async def last_looks(
+        self,
+        *,
+        writers_gone: bool,
+        failed_at: float | None,
+        survivors_ended_well: bool = False,
+        limit_seconds: float,
+    ) -> None:
         """Take a last snapshot, at the end of the run; return when it is pinned. Never raises.
 
         With `writers_gone` no program writes any more, so it does not wait for quiet. Otherwise it waits for at most
@@ -117,8 +125,12 @@ class Mirror:
         began = time.monotonic()
         tries = 0
         try:
-            if failed_at is not None and self._died:
+            # Of those that outlived the program, the last time that anybody was seen alive tells nothing of it.
+            if failed_at is not None and self._died and not survivors_ended_well:
                 failed_at = min(failed_at, self._alive_at)
+            failed_in = None if failed_at is None else (failed_at - QUIET_SECONDS, math.inf)
+            if failed_at is not None and survivors_ended_well:
+                failed_in = (failed_at - QUIET_SECONDS, failed_at)
             await self._wait_for_the_one_before()
             while tries < _LAST_TRIES:
                 async with self._looking:
@@ -132,7 +144,7 @@ class Mirror:
                         tries += 1
                         held_back = frozenset() if writers_gone else look.held_back
                         save = await self._take(
-                            scan, held_back, look.growing, failed_at=failed_at, is_last=writers_gone
+                            scan, held_back, look.growing, failed_in=failed_in, is_last=writers_gone
                         )
                 if tries and (not save or await self._is_pinned(save)):
                     await self._say_if_ignored()
@@ -268,14 +280,17 @@ class Mirror:
         held_back: frozenset[str],
         growing: frozenset[str],
         *,
-        failed_at: float | None = None,
+        failed_in: tuple[float, float] | None = None,
         is_last: bool = False,
     ) -> str:
-        """Announce a snapshot; return its save, or "" if everything is stored already or on its way."""
+        """Announce a snapshot; return its save, or "" if everything is stored already or on its way.
+
+        `failed_in`: from when to when, in unix seconds, a program may have written files that it could not complete.
+        """
         assert self._moments is not None
         if self._snapshots.are_of(scan):
             return ""
-        plan = await self._plan(scan, held_back, growing, failed_at=failed_at, is_last=is_last)
+        plan = await self._plan(scan, held_back, growing, failed_in=failed_in, is_last=is_last)
         self._is_empty_at_end = is_last and not plan.is_news
         if plan.not_stored != self._engine.state.not_stored:
             await self._engine.submit(OutputLooked(at=self._clock.now(), not_stored=plan.not_stored))
@@ -284,7 +299,7 @@ class Mirror:
             # Look again even if nothing changes any more.
             self._moments.missed(time.monotonic())
             self._next_at = time.monotonic() + _BETWEEN_SNAPSHOTS_SECONDS
-        if not plan.is_news or (failed_at is not None and plan.not_stored and self._snapshots.on_their_way):
+        if not plan.is_news or (failed_in is not None and plan.not_stored and self._snapshots.on_their_way):
             # The one on its way may have newer versions of what this one would leave as it is in the base.
             return ""
         event = self._announcement(plan)
@@ -308,17 +323,17 @@ class Mirror:
         held_back: frozenset[str],
         growing: frozenset[str],
         *,
-        failed_at: float | None,
+        failed_in: tuple[float, float] | None,
         is_last: bool,
     ) -> SnapshotPlan:
         changed = [path for path in changed_files(scan, self._snapshots.base) if not is_log(path)]
         broken, whole = await self._run(self._output.examine, changed)
-        if failed_at is not None:
-            since_ns = int((failed_at - QUIET_SECONDS) * 1e9)
+        if failed_in is not None:
+            since, until = failed_in
             # Not what a snapshot on its way has: it may be all but one file of a checkpoint before.
             pinned = self._snapshots.pinned
             new = {path: scan.files[path] for path in changed if scan.files[path] != pinned.get(path)}
-            recent = [path for path in new if scan.files[path].mtime_ns >= since_ns]
+            recent = [path for path in new if since <= scan.files[path].mtime_ns / 1e9 <= until]
             held_back |= unfinished_folders(new, recent=recent, whole=whole, together=self._snapshots.together)
         elif not is_last:
             self._incomplete = self._incomplete_folders(scan, changed)

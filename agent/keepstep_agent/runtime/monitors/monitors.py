@@ -20,6 +20,7 @@ from keepstep_agent.core.agent.events import DiskRead, RanksSeen, StopRequested,
 from keepstep_agent.core.agent.state import State
 from keepstep_agent.core.errors import KeepstepError
 from keepstep_agent.core.model import Kind
+from keepstep_agent.core.policies.progress import StepSign
 from keepstep_agent.core.settings.values import Settings
 from keepstep_agent.ports import Clock
 from keepstep_agent.runtime.engine.engine import Engine
@@ -211,16 +212,22 @@ class Monitors:
                 await self._recover_unannounced()
             elif not alive:
                 self._clients_gone.set()
-            gone = self._engine.state.alive_ranks - alive
-            last = await self._run(self._live_ranks.last_steps, gone) if gone else ()
-            seen = RanksSeen(
-                at=self._clock.now(),
-                alive=alive,
-                left=any(record.leaving for record in last),
-                cut_short_at=max((one.step for one in last if one.leaving is not Leaving.LEFT), default=None),
-            )
-            await self._engine.submit(seen)
+            await self._see_ranks(alive, ended=self._engine.state.alive_ranks - alive)
         await self._steps.take(look)
+
+    async def _see_ranks(self, alive: frozenset[int], *, ended: frozenset[int] | None) -> None:
+        """Tell the core which ranks are alive, and how others have ended: `ended`, or all of this life if None."""
+        since = self._engine.state.termination.begun_at
+        last = await self._run(self._live_ranks.last_steps, ended, since) if ended is None or ended else ()
+        cut_short = [StepSign(at=one.at_unix, step=one.step) for one in last if one.leaving is None]
+        seen = RanksSeen(
+            at=self._clock.now(),
+            alive=alive,
+            left=any(record.leaving for record in last),
+            lost_at=max((one.step for one in last if one.leaving is Leaving.LOST), default=None),
+            cut_short=max(cut_short, key=lambda sign: sign.step, default=None),
+        )
+        await self._engine.submit(seen)
 
     async def look_at_disk(self) -> None:
         try:
@@ -268,10 +275,11 @@ class Monitors:
         await self.notice_termination(source)
         await self._request_stop(trainers_gone=False)
 
-    async def drain_after_program(self, *, failed_at: float | None) -> None:
+    async def drain_after_program(self, *, failed_at: float | None, survivors_ended_well: bool = False) -> None:
         """Drain and exit; the runner has waited for the program's end.
 
-        `failed_at`: when it ended, in unix seconds, if a signal or an error ended it.
+        `failed_at`: when it ended, in unix seconds, if a signal or an error ended it. `survivors_ended_well`: processes
+        that outlived it then have ended well, so what was written after that moment is complete.
 
         The program may be a launcher that has left its ranks behind. They are asked to save and leave, and the drain
         begins when they have left, but no later than a grace period from now, or than an earlier notice allows.
@@ -279,7 +287,7 @@ class Monitors:
         self.program_failed = failed_at is not None
         left_behind = await self._ranks_left_behind()
         if not left_behind:
-            await self._request_stop(trainers_gone=True, failed_at=failed_at)
+            await self._request_stop(trainers_gone=True, failed_at=failed_at, survivors_ended_well=survivors_ended_well)
             return
         log.warning("ranks.left_behind", local_ranks=sorted(left_behind))
         # Without a deadline: unless another notice sets one, the machine stays, and the upload may take its time.
@@ -320,15 +328,21 @@ class Monitors:
         # While the ranks are unknown, the state holds those of an earlier look.
         return frozenset() if self._unknown else self._engine.state.alive_ranks
 
-    async def _request_stop(self, *, trainers_gone: bool, failed_at: float | None = None) -> None:
+    async def _request_stop(
+        self, *, trainers_gone: bool, failed_at: float | None = None, survivors_ended_well: bool = False
+    ) -> None:
         termination = self._engine.state.termination
-        if termination.left and termination.cut_short_at is None:
+        if trainers_gone and termination.noticed:
+            # Some may have ended while no agent looked.
+            await self._see_ranks(self._engine.state.alive_ranks, ended=None)
+        if termination.left and termination.cut_short is None:
             # A launcher may have failed of it, but no writer has.
             failed_at = None
         if self._mirror is not None:
             await self._mirror.last_looks(
                 writers_gone=trainers_gone or self._clients_are_gone,
                 failed_at=failed_at,
+                survivors_ended_well=survivors_ended_well,
                 limit_seconds=self._seconds_to_look_around(),
             )
         await self._recover_unannounced()

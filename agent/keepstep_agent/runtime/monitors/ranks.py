@@ -88,9 +88,15 @@ class LiveRanks:
             age_seconds=max(0.0, now_unix - newest.at_unix) if newest else 0.0,
         )
 
-    def last_steps(self, gone: frozenset[int]) -> Sequence[StepRecord]:
-        """Return what the step files of these dead ranks say; none of those whose training had ended. Blocks."""
-        return [record for rank in gone if (record := self._locks.step(rank)) is not None]
+    def last_steps(self, ranks: frozenset[int] | None, since_unix: float) -> Sequence[StepRecord]:
+        """Return what the step files of these ranks say, which have ended, and of all ranks if None. Blocks.
+
+        Those of ranks whose training had ended say nothing. What was written before `since_unix` is of an earlier life.
+        """
+        known = self._locks.ranks_with_steps() if ranks is None else ranks
+        told = [record for rank in known if (record := self._locks.step(rank)) is not None]
+        # A rank that has left says so in whole seconds.
+        return [record for record in told if record.at_unix + 1.0 >= since_unix]
 
     def request_save(self, signal: SaveSignal) -> None:
         for stream in self._streams:

@@ -17,6 +17,7 @@ import structlog
 
 from keepstep_agent.core.errors import ErrorKind, KeepstepError
 from keepstep_agent.core.policies.run_exit import Drained
+from keepstep_api.v1 import agent_pb2
 
 
 def exit_code(returncode: int) -> int:
@@ -52,11 +53,8 @@ _ORDERLY: Final = frozenset(Drained)
 _NEVER_BORN: Final = 71
 """EX_OSERR: the process could not even be forked."""
 
-Notify = Callable[[float, str, bool, float], None]
-"""(grace seconds, source, trainers gone, when they failed): tells the agent that the run is ending.
-
-The last is in unix seconds; 0: they have not failed. Blocks; raises KeepstepError.
-"""
+Notify = Callable[[agent_pb2.NotifyTerminationRequest], None]
+"""Tells the agent that the run is ending. Blocks; raises KeepstepError."""
 
 log = structlog.get_logger("keepstep.run")
 
@@ -82,6 +80,7 @@ class _Message:
     deadline: float
     trainers_gone: bool = False
     trainers_failed_at: float = 0.0
+    survivors_ended_well: bool = False
 
 
 class AgentSupervisor:
@@ -107,7 +106,7 @@ class AgentSupervisor:
         self._served = asyncio.Event()
         self._draining = asyncio.Event()
         self._ending = False
-        self._failed_at = 0.0
+        self._failed_at, self._survivors_ended_well = 0.0, False
         self._undelivered: deque[_Message] = deque()
         self._news = asyncio.Event()
         self._delivering = asyncio.Lock()
@@ -137,14 +136,15 @@ class AgentSupervisor:
         """Tell the agent that the machine is going away: at once, or as soon as an agent runs again."""
         self._enqueue(_Message(source=source, deadline=asyncio.get_running_loop().time() + self._grace_seconds))
 
-    async def drain(self, *, failed_at: float) -> Drained:
+    async def drain(self, *, failed_at: float, survivors_ended_well: bool = False) -> Drained:
         """Wait, after the program's end, until an agent has made durable what it can.
 
-        `failed_at`: when the program ended, in unix seconds, if a signal or an error ended it; else 0.
+        `failed_at`: when the program ended, in unix seconds, if a signal or an error ended it; else 0. And whether
+        processes that outlived it then have ended well.
         Returns what the last agent said.
         """
         assert self._keeping is not None
-        self._failed_at = failed_at
+        self._failed_at, self._survivors_ended_well = failed_at, survivors_ended_well
         self._draining.set()
         self._say_program_ended()
         try:
@@ -284,12 +284,18 @@ class AgentSupervisor:
 
     async def _deliver(self, message: _Message) -> bool:
         left_seconds = message.deadline - asyncio.get_running_loop().time()
-        # To the agent, 0 means the configured grace period.
-        grace_seconds = 0.0 if message.trainers_gone else max(left_seconds, _LEAST_GRACE_SECONDS)
         async with self._delivering:
             try:
                 await asyncio.to_thread(
-                    self._notify, grace_seconds, message.source, message.trainers_gone, message.trainers_failed_at
+                    self._notify,
+                    agent_pb2.NotifyTerminationRequest(
+                        # To the agent, 0 means the configured grace period.
+                        grace_seconds=0.0 if message.trainers_gone else max(left_seconds, _LEAST_GRACE_SECONDS),
+                        source=message.source,
+                        trainers_gone=message.trainers_gone,
+                        trainers_failed_at=message.trainers_failed_at,
+                        survivors_ended_well=message.survivors_ended_well,
+                    ),
                 )
             except KeepstepError as error:
                 log.warning("run.agent_unreachable", error=str(error))
@@ -301,7 +307,13 @@ class AgentSupervisor:
         """Tell each new agent that the program has ended. Unlike a notice, this is not in the agent's journal."""
         if not any(message.trainers_gone for message in self._undelivered):
             self._enqueue(
-                _Message(source="program ended", deadline=0.0, trainers_gone=True, trainers_failed_at=self._failed_at)
+                _Message(
+                    source="program ended",
+                    deadline=0.0,
+                    trainers_gone=True,
+                    trainers_failed_at=self._failed_at,
+                    survivors_ended_well=self._survivors_ended_well,
+                )
             )
 
     def _enqueue(self, message: _Message) -> None:

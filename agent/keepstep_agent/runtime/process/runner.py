@@ -126,10 +126,15 @@ class Runner:
         if self._program.returncode:
             # Who tells all processes of a job at once may have told the program first.
             await asyncio.wait({self._noticed}, timeout=_AT_ONCE_SECONDS)
-        last_codes = await self._codes_of_left_behind() or (self._program.returncode,)
-        has_failed = not _ORDERLY.issuperset(last_codes)
+        survivors = await self._codes_of_left_behind()
         self._is_draining = True
-        drained = await self._agent.drain(failed_at=ended_at if has_failed else 0.0)
+        if not _ORDERLY.issuperset(survivors):
+            ended_at = time.time()
+        has_failed = not _ORDERLY.issuperset((self._program.returncode, *survivors))
+        drained = await self._agent.drain(
+            failed_at=ended_at if has_failed else 0.0,
+            survivors_ended_well=bool(survivors) and _ORDERLY.issuperset(survivors),
+        )
         if drained in (Drained.NOT_STORED, Drained.STOPPED_NOT_STORED):
             log.error("run.not_durable", program_code=code)
         return run_exit_code(
