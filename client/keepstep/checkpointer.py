@@ -330,10 +330,11 @@ class Checkpointer:
         self._session.close()
 
     def close(self) -> None:
-        """Stop handling SIGTERM, without leaving. Idempotent."""
+        """Stop handling SIGTERM, without leaving. Idempotent. After `finish` it does nothing."""
         self._writer.close()
         self._forget_begun()
-        self._session.close()
+        # As after an error: a training that ends by itself calls `finish`.
+        self._session.close(ended=False)
 
     @contextmanager
     def _save(self, step: int, kind: Kind | str | None, units: Mapping[str, float]) -> Iterator[Path]:

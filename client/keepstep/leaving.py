@@ -13,6 +13,7 @@ from typing import ClassVar, Final, NoReturn
 from keepstep_api import names
 
 _PATIENCE_SECONDS: Final = 10.0
+_FLUSH_SECONDS: Final = 1.0
 
 _is_leaving = False
 _exit_code: int = names.JUST_IN_TIME_EXIT_CODE
@@ -50,7 +51,10 @@ def leave(exit_code: int) -> NoReturn:
 
 
 def end_now(exit_code: int) -> NoReturn:
-    """End the process by force, once what it has printed is written."""
+    """End the process by force, once what it has printed is written, or is not read for a second."""
+    last_resort = threading.Timer(_FLUSH_SECONDS, os._exit, (exit_code,))
+    last_resort.daemon = True
+    last_resort.start()
     logging.shutdown()
     for stream in (sys.stderr, sys.stdout):
         # Whoever read it may be gone.

@@ -139,6 +139,7 @@ class Publication:
         """
         if not self._agree("announcing", True, WRITE_SECONDS):
             self._session.abort(self._pending)
+            self._session.note_loss(kind)
             return False
         if self._has_writers is None:
             self._has_writers = self._find_writers(self.path)
@@ -155,7 +156,11 @@ class Publication:
             # Permanent: a final save after it makes the run no more complete.
             self._session.stopping = True
         taken_over = self._tell_agent()
-        if taken_over is not False:
+        # Of a last save all ranks leave with the same code.
+        is_refused = taken_over is False
+        if kind is not Kind.PERIODIC:
+            is_refused = not self._agree("taken", not is_refused)
+        if not is_refused:
             self._session.note_stored(self._pending.step)
         announced = self._agree("announced", bool(taken_over))
         _log.info("saved: name=%s kind=%s save=%s announced=%s", self.path.name, kind, self._pending.save, announced)

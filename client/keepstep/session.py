@@ -10,7 +10,7 @@ import math
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, NoReturn
@@ -171,7 +171,8 @@ class Session:
         if self.just_in_time_losses >= _JUST_IN_TIME_TRIES:
             self.stopping = True
         elif self.context().leads_pod:
-            self.context().local.make_room(stored=self.agent.newest_stored_save())
+            with suppress(OSError):
+                self.context().local.make_room(stored=self.agent.newest_stored_save())
 
     def all_came_out(self) -> bool:
         """Whether all ranks come out of a save that one of them has lost: some may wait for it in the midst of it."""

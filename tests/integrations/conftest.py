@@ -43,11 +43,11 @@ def other_filesystem(volume: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def leaving() -> Iterator[None]:
+def leaving(code: int = names.JUST_IN_TIME_EXIT_CODE) -> Iterator[None]:
     """What is done inside leaves after a just-in-time save: its process would end, and this one stays."""
     with pytest.raises(SystemExit) as left:
         yield
-    assert left.value.code == names.JUST_IN_TIME_EXIT_CODE
+    assert left.value.code == code
     sigterm = getattr(signal.getsignal(signal.SIGTERM), "__self__", None)
     assert isinstance(sigterm, Sigterm)
     assert sigterm.held, "a further SIGTERM would end it in another way"

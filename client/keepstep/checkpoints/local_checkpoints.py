@@ -245,17 +245,17 @@ class LocalCheckpoints:
                 self._remove(record)
 
     def make_room(self, *, stored: str) -> None:
-        """Delete the checkpoints that are stored elsewhere too: `stored`, a save's id, and what it has superseded.
+        """Delete local copies of what the bucket is sure to keep, if the volume has no room for another checkpoint.
 
-        For a last save that does not fit. Says what it deletes.
+        That is the newest that is `stored`, by its save's id, and what this start was restored from. For a last save
+        that has failed. Says what it deletes.
         """
         records = read_records(self.records)
-        newest = next((record for record in records if record.save == stored), None)
+        needed_bytes = max((sum(file.size_bytes for file in record.files) for record in records), default=0)
+        if shutil.disk_usage(self._volume).free > needed_bytes:
+            return
         for record in records:
-            is_superseded = (
-                newest is not None and record.belongs_to == newest.belongs_to and record.order <= newest.order
-            )
-            if not (record.committed or is_superseded):
+            if not (record.committed or record.save == stored):
                 continue
             try:
                 self._remove(record)

@@ -28,6 +28,11 @@ from keepstep.operating_system import HAS_AGENTS
 _held_by_faulthandler: tuple[int, ...] = ()
 
 
+def notice_signals() -> tuple[int, ...]:
+    """Return the signals that may count as a termination notice here."""
+    return (signal.SIGTERM, signal.SIGHUP, signal.SIGINT) if HAS_AGENTS else (signal.SIGTERM,)
+
+
 _OUTPUTS: Final = (1, 2)
 _PIPE_BYTES: Final = 1024 * 1024
 """What the kernel gives any user: what is printed until the save must fit."""
@@ -63,8 +68,9 @@ class Sigterm:
             if is_taken and signal.getsignal(number) == handler
         }
         if threading.current_thread() is threading.main_thread():
-            self._previous = signal.getsignal(signal.SIGTERM)
-            self._install()
+            self._previous = signal.signal(signal.SIGTERM, self._handle)
+            for number in self._others:
+                signal.signal(number, self._handle)
         else:
             self._by_faulthandler = True
             # Without a handler of the program's, the one before would end the process.
@@ -93,11 +99,7 @@ class Sigterm:
     def take_again(self) -> None:
         """Install this handler again, without chaining to the one that a framework installed over it."""
         if self._installed and not self._by_faulthandler and threading.current_thread() is threading.main_thread():
-            self._install()
-
-    def _install(self) -> None:
-        for number in (signal.SIGTERM, *self._others):
-            signal.signal(number, self._handle)
+            signal.signal(signal.SIGTERM, self._handle)
 
     def watch_from_thread(self) -> None:
         """Let one other thread `wait`."""
@@ -133,7 +135,7 @@ class Sigterm:
                 return
 
     def hold(self) -> None:
-        """Ignore SIGTERM until the process ends: when the first rank exits, torchrun signals the others."""
+        """Ignore these signals until the process ends: when the first rank exits, torchrun signals the others."""
         global _held_by_faulthandler
         if self._by_faulthandler:
             if self._wake_writer is not None:
@@ -146,7 +148,7 @@ class Sigterm:
             self.take_again()
 
     def close(self) -> None:
-        """Restore the previous SIGTERM handler, unless another one was installed over ours. Idempotent."""
+        """Restore the previous handlers, unless others were installed over ours. Idempotent."""
         if self._by_faulthandler or threading.current_thread() is threading.main_thread():
             self._restore()
 
@@ -165,7 +167,9 @@ class Sigterm:
 
     def _take_note(self, received: bytes) -> None:
         # Numbers of signals, or the text of faulthandler; zeros are of `wake`.
-        is_notice = any(number in received for number in (signal.SIGTERM, *self._others))
+        # The program may have its own handler of another signal by now.
+        others = [number for number in self._others if signal.getsignal(number) == self._handle]
+        is_notice = any(number in received for number in (signal.SIGTERM, *others))
         if is_notice or (self._by_faulthandler and received.strip(b"\0")):
             self._receive()
 
@@ -223,7 +227,7 @@ def _hold_to_the_end() -> None:
     # At its end the interpreter resets a handler that is a Python function, and torch's own clean-up takes long after
     # that. SIG_IGN stays, but programs that are started from then on inherit it. So this is registered early, to be
     # called late.
-    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT) if HAS_AGENTS else ():
+    for number in notice_signals() if HAS_AGENTS else ():
         sigterm = getattr(signal.getsignal(number), "__self__", None)
         if number in _held_by_faulthandler:
             faulthandler.unregister(number)
@@ -236,7 +240,7 @@ def _outlive_readers() -> None:
     import fcntl  # which Windows lacks
 
     for descriptor in _OUTPUTS:
-        # What else it may be, such as a socket, stays as it is.
+        # What cannot be asked stays as it is.
         with contextlib.suppress(OSError):
             if stat.S_ISFIFO(os.fstat(descriptor).st_mode):
                 # Never closed: the end of the process does that.

@@ -22,6 +22,7 @@ from typing import Any, Final
 
 from keepstep.autoload.post_import import reason, warn
 from keepstep.framework_run import FrameworkRun
+from keepstep.gate.sigterm import notice_signals
 from keepstep.integrations import process_group
 from keepstep.integrations.ownership import Owner, owns
 from keepstep_api import names
@@ -183,16 +184,17 @@ def _run() -> FrameworkRun:
 
 @contextmanager
 def _sigterm_kept() -> Iterator[None]:
-    """Keep the program's SIGTERM handler.
+    """Keep the program's handlers of SIGTERM and of what counts as SIGTERM.
 
-    A run takes SIGTERM to save once more. Here nothing would save, and the program would not end when told to.
+    A run takes them to save once more. Here nothing would save, and the program would not end when told to.
     """
-    before = signal.getsignal(signal.SIGTERM)
+    before = {number: signal.getsignal(number) for number in notice_signals()}
     try:
         yield
     finally:
-        if signal.getsignal(signal.SIGTERM) != before:
-            signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            if signal.getsignal(number) != handler:
+                signal.signal(number, handler)
 
 
 class _State:

@@ -80,7 +80,7 @@ def test_a_just_in_time_save_that_fails_costs_only_itself(
     trainer = make(volume / "checkpoints", At("on_step_end", 6, terminate))
     write = trainer._save_rng_state
     monkeypatch.setattr(trainer, "_save_rng_state", lambda to: fail() if "checkpoint-6" in to else write(to))
-    stop(trainer)
+    stop(trainer, code=75)
     assert announced(agent) == [(4, PERIODIC)]
     assert train(make(volume / "checkpoints")).state.global_step == STEPS
 

@@ -99,9 +99,9 @@ def train(trainer: Any, **arguments: Any) -> Any:
     return trainer
 
 
-def stop(trainer: Any) -> None:
+def stop(trainer: Any, *, code: int = 143) -> None:
     """Train until the notice that one of its callbacks sends."""
-    with leaving():
+    with leaving(code):
         train(trainer)
 
 

@@ -100,8 +100,9 @@ class Runner:
         self._noticed: asyncio.Future[float] = loop.create_future()
         """When the first notice came, in the event loop's time."""
         self._at_notice: Descendants | None = None
+        self._hurried: asyncio.Future[None] = loop.create_future()
         self._is_draining = False
-        self._interrupted: asyncio.Future[signal.Signals] = asyncio.get_running_loop().create_future()
+        self._interrupted: asyncio.Future[signal.Signals] = loop.create_future()
 
     async def run(self) -> int:
         """Return the exit code, as `run_exit_code` derives it.
@@ -118,7 +119,7 @@ class Runner:
         after = await asyncio.to_thread(self._resumed)
         resume = {ENV_RESUME: after.path} if after != before else {}
         if not await self._start_agent():
-            return exit_code(-self._interrupted.result())
+            return _interrupted_code(self._interrupted.result())
         code = await self._run_program(resume)
         assert self._program is not None
         # Before anything else, because files are judged by their age at that time.
@@ -153,7 +154,13 @@ class Runner:
             return ()
         termination = self._settings.termination
         until = self._noticed.result() + termination.grace_seconds - termination.commit_reserve_seconds - _DRAIN_SECONDS
-        return await self._at_notice.ended(until - asyncio.get_running_loop().time()) or ()
+        ending = asyncio.create_task(self._at_notice.ended(until - asyncio.get_running_loop().time()))
+        either: set[asyncio.Future[Any]] = {ending, self._hurried}
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if not ending.done():
+            ending.cancel()
+            return ()
+        return ending.result() or ()
 
     def _listen(self) -> None:
         loop = asyncio.get_running_loop()
@@ -168,6 +175,9 @@ class Runner:
             if not self._interrupted.done():
                 self._interrupted.set_result(number)
         elif not self._is_draining:
+            if self._program.returncode is not None and number in _TYPED and not self._hurried.done():
+                # Somebody does not want to wait any longer for what the program has left behind.
+                self._hurried.set_result(None)
             if number not in _TYPED or not _hears_the_terminal(self._program.pid):
                 send_signal(self._program, number)
             if number in _NOTICES:
@@ -193,7 +203,7 @@ class Runner:
             await asyncio.wait({ended}, timeout=_RESTORE_END_SECONDS)
         send_signal(process, signal.SIGKILL)
         await ended
-        return exit_code(-number)
+        return _interrupted_code(number)
 
     async def _start_agent(self) -> bool:
         """Start the agent; return False if a signal ended the run first. Raises KeepstepError."""
@@ -305,6 +315,11 @@ class Runner:
             log.warning("run.rank_killed", pid=process_id)
             with contextlib.suppress(OSError):
                 os.kill(process_id, signal.SIGKILL)
+
+
+def _interrupted_code(number: signal.Signals) -> int:
+    """Return the exit code of a run that a signal ended before its program began: nothing is lost."""
+    return JUST_IN_TIME_EXIT_CODE if number in _NOTICES else exit_code(-number)
 
 
 def _starting_error(error: OSError, program: str, search_path: str | None) -> KeepstepError:

@@ -122,7 +122,7 @@ class Protection:
         # Not earlier: a LearningRateFinder trains for trial, and saves, before this hook.
         self._training = self._run is not None
         self._steps_done = trainer.global_step
-        if self._run is not None:
+        if self._run is not None and self._resumed_name:
             self._run.begins_at(trainer.global_step)
         if self._training:
             contents.leave_step_saved(trainer)
@@ -355,7 +355,7 @@ class Protection:
 
     def _leave_in_time(self) -> None:
         if self._training and self._leaving:
-            # Lightning tears down and raises it again; `end` then leaves together with the other ranks.
+            # Lightning tears down and raises it again; `end` then leaves with the others, and the code that is true.
             raise SystemExit(names.JUST_IN_TIME_EXIT_CODE)
 
     def _ask(self, trainer: Any) -> Action:
