@@ -22,6 +22,7 @@ const COMMIT_SECONDS = 600;
 const AWAY_SECONDS = 5; // How long an agent that does not answer is left alone.
 const SOCKET_PATH_LIMIT_BYTES = 107; // The kernel's; Node.js would cut the path and connect to another file.
 const JUST_IN_TIME_EXIT_CODE = 143; // Never 0: a Kubernetes Job would take the training for done.
+const NOT_STORED_EXIT_CODE = 75;
 
 const { values: options } = parseArgs({
   options: { steps: { type: "string", default: "10000" }, "save-every": { type: "string", default: "1000" } },
@@ -262,8 +263,9 @@ if (agent.stopping) {
   // The agent may not have got the signal; told of it, it sends this checkpoint before all others.
   if (signalled) await agent.ask("NotifyTermination", { source: "train.mjs SIGTERM" });
   await save(state, "KIND_JUST_IN_TIME");
-  say("leave", { step: state.step, code: JUST_IN_TIME_EXIT_CODE });
-  process.exit(JUST_IN_TIME_EXIT_CODE);
+  const code = localSteps().includes(state.step) ? JUST_IN_TIME_EXIT_CODE : NOT_STORED_EXIT_CODE;
+  say("leave", { step: state.step, code });
+  process.exit(code);
 }
 await save(state, "KIND_FINAL");
 await commit;

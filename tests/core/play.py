@@ -89,7 +89,8 @@ def files_of(command: Stage) -> tuple[str, ...]:
 class Play:
     """`in_flight` are the commands that nobody has answered yet, `journal` what was made durable.
 
-    `steps`, `sources`: of a save; else they are counted. `sizes`: of what a save and a rank of it pin.
+    `steps`, `sources`, `recorded_at`: of a save; else they are counted, or none. `sizes`: of what a save and a rank of
+    it pin.
     """
 
     def __init__(self, *, max_concurrency: int = 2) -> None:
@@ -102,6 +103,7 @@ class Play:
         self.steps: dict[str, int] = {}
         self.sources: dict[str, str] = {}
         self.directories: dict[str, str] = {}
+        self.recorded_at: dict[str, float] = {}
         self.feed(Started(at=self.now, fresh=True))
 
     def feed(self, event: Event) -> tuple[Command, ...]:
@@ -176,6 +178,7 @@ class Play:
                 local_world_size=local_world_size,
                 begun_at=self.state.save_requests.begun_at.get(save),
                 stall_seconds=stall_seconds,
+                recorded_at=self.recorded_at.get(save),
             )
         )
 

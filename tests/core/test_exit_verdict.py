@@ -4,6 +4,7 @@ import pytest
 from tests.core.play import Play
 from tests.core.pod_end import notice, ranks_alive, stop
 
+from keepstep_agent.core.agent import drain
 from keepstep_agent.core.agent.commands import Exit
 from keepstep_agent.core.agent.events import RanksSeen, StepSeen
 from keepstep_agent.core.model import Kind
@@ -81,6 +82,22 @@ def test_a_rank_that_died_long_after_its_last_sign_may_have_gone_on_after_its_la
     notice(play)
     play.feed(RanksSeen(at=play.now, alive=frozenset(), cut_short=sign))
     assert end(play).code == NOT_DURABLE_EXIT_CODE
+
+
+def test_a_just_in_time_save_that_an_earlier_life_has_left_unannounced_is_none_of_this_one() -> None:
+    """The agent finds its record when it starts, and announces it."""
+    play = Play()
+    play.steps["left"], play.recorded_at["left"] = 40, play.now - 60
+    play.announce("left", kind=Kind.JUST_IN_TIME)
+    play.finish()
+    ranks_alive(play, 0)
+    play.feed(StepSeen(at=play.now, newest=StepSign(at=play.now, step=50)))
+    notice(play)
+    assert drain.waiting_for_save(play.state)
+    dies(play, at=50)
+    assert end(play).code == NOT_DURABLE_EXIT_CODE
+    assert play.exit is not None
+    assert not play.exit.stopped
 
 
 def test_a_rank_that_leaves_with_a_loss_has_lost_its_step_whatever_was_saved_before() -> None:

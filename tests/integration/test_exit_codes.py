@@ -160,6 +160,18 @@ def _(scene: Scene) -> None:
     scene.run.signal(signal.SIGTERM)
 
 
+def test_steps_that_nobody_told_any_more_before_a_trainer_died_are_not_taken_for_stored(scene: Scene) -> None:
+    """It saves every fourth step, and tells its step once a second."""
+    scene.launch(told="kill -STOP $rank; sleep 2; kill -KILL $rank", trainer={"STEP_SECONDS": 0.03, "EVERY": 4})
+    scene.run.wait_steps(40)
+    # Before it comes to save just in time.
+    scene.tell("rank", signal.SIGSTOP)
+    scene.run.signal(signal.SIGTERM)
+    code = scene.run.wait()
+    last = scene.run.steps()[-1][0]
+    assert code == 75 or (code == 143 and last % 4 == 0), scene.run.output()
+
+
 @row("`run` is told, and the trainer's save fails twice, as on a full volume")
 def _(scene: Scene) -> None:
     scene.start("bash", "-c", f"ulimit -f 20; exec {TRAIN}")
@@ -304,3 +316,23 @@ def test_what_a_dead_launcher_has_left_behind_is_waited_for_and_stored(scene: Sc
             os.kill(process_id, signal.SIGTERM)
     assert scene.run.wait() == 143, scene.run.output()
     assert list(scene.folder.glob("store/**/last.bin")), scene.run.output()
+
+
+def test_a_helper_that_ends_well_after_its_program_was_killed_hides_no_torn_file(scene: Scene) -> None:
+    """As the helpers of loggers do: the file that the program was writing is as old as its end by then."""
+    torn = scene.folder / "out" / "torn.bin"
+    scene.watch(
+        "import os",
+        "launcher = os.getpid()",
+        "if not os.fork():",
+        "    signal.signal(signal.SIGTERM, signal.SIG_IGN)",
+        "    while os.getppid() == launcher: time.sleep(0.05)",
+        "    time.sleep(4)  # longer than a file must be quiet to be whole",
+        "    os._exit(0)",
+        f"file = open({str(torn)!r}, 'wb')",
+        "while True: file.write(bytes(1000)); file.flush(); time.sleep(0.1)",
+    )
+    wait_until(torn.exists, HANG_SECONDS, "it writes")
+    scene.run.signal(signal.SIGTERM)
+    assert scene.run.wait() == 75, scene.run.output()
+    assert "torn.bin: its folder is being written to" in scene.run.output()

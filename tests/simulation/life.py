@@ -20,6 +20,7 @@ from tests.simulation.store_model import StoreModel, ViolationError
 from keepstep_agent.core.agent import drain
 from keepstep_agent.core.agent.checkpoint import Checkpoint
 from keepstep_agent.core.agent.events import (
+    Announced,
     DiskRead,
     Event,
     RankRegistered,
@@ -27,7 +28,7 @@ from keepstep_agent.core.agent.events import (
     StopRequested,
     TerminationNoticed,
 )
-from keepstep_agent.core.model import Phase
+from keepstep_agent.core.model import Kind, Phase, SaveInfo
 from keepstep_agent.core.stored.object_layout import marker_key
 
 _SETTLE_SECONDS = 300.0
@@ -254,9 +255,22 @@ class Life:
             return
         agent.alive = set(range(len(agent.planned.ranks)))
         agent.start(fresh=True)
+        if agent.running:
+            # The record of a save that no agent was told of is found at the start.
+            agent.deliver(self._left_record(agent))
+        if not agent.running:
+            return
         agent.deliver(TerminationNoticed(at=self.now, deadline=None, source="the next life"))
         if agent.running and not drain.waiting_for_save(agent.state):
             raise ViolationError(f"agent {agent.index} waits for no save in its next life")
+
+    def _left_record(self, agent: AgentModel) -> Announced:
+        save = "0000beef-c000001"
+        info = SaveInfo(save=save, name="checkpoint-1", step=1, kind=Kind.JUST_IN_TIME, world_size=1)
+        path = "/volume/checkpoints/checkpoint-1"
+        return Announced(
+            at=self.now, info=info, rank=0, path=path, files=("left",), local_world_size=1, recorded_at=self.now - 1.0
+        )
 
     def _check_outcome(self, agent: AgentModel, save: str, ranks: set[int]) -> None:
         checkpoint = agent.state.checkpoints.get(save)
