@@ -100,6 +100,22 @@ def test_a_just_in_time_save_that_an_earlier_life_has_left_unannounced_is_none_o
     assert not play.exit.stopped
 
 
+def test_trainers_that_leave_for_the_notice_of_another_node_have_left() -> None:
+    play = training_at(1)
+    play.announce("last", kind=Kind.JUST_IN_TIME)
+    play.feed(RanksSeen(at=play.now, alive=frozenset(), left=True))
+    assert end(play) == Exit(code=0, lost=(), stopped=True)
+
+
+def test_what_trainers_have_lost_that_were_started_again_is_past() -> None:
+    play = training_at(50)
+    play.feed(RanksSeen(at=play.now, alive=frozenset(), left=True, lost_at=50))
+    ranks_alive(play, 0)
+    play.announce("last", kind=Kind.FINAL)
+    play.feed(RanksSeen(at=play.now, alive=frozenset()))
+    assert end(play) == Exit(code=0, lost=())
+
+
 def test_a_rank_that_leaves_with_a_loss_has_lost_its_step_whatever_was_saved_before() -> None:
     """A training before this one, in the same process, has made more steps and its final save."""
     play = training_at(1)

@@ -233,21 +233,18 @@ def _exit(state: State) -> Exit:
     nothing_found = () if newest or not state.termination.nothing_found else (state.termination.nothing_found,)
     not_stored = (*_unsaved(state), *state.not_stored, *nothing_found)
     durable = all(checkpoint.durable for checkpoint in newest.values()) and not not_stored
-    stopped = state.termination.noticed and (
-        state.termination.left or any(one.info.kind is Kind.JUST_IN_TIME for one in _last_saves(state))
-    )
+    # Also if only another node's agent has the notice.
+    stopped = state.termination.left or any(one.info.kind is Kind.JUST_IN_TIME for one in _last_saves(state))
     return Exit(code=0 if durable else NOT_DURABLE_EXIT_CODE, lost=(*lost, *not_stored), stopped=stopped)
 
 
 def _unsaved(state: State) -> Iterator[str]:
     """Say which step the trainers were asked to save and did not, as far as they told it."""
     termination = state.termination
-    if not termination.noticed:
-        return
     if termination.lost_at is not None:
         yield f"step {termination.lost_at}: the trainers left without a save of it"
         return
-    if any(one.sequence >= termination.noticed_sequence for one in _last_saves(state)):
+    if not termination.noticed or any(one.sequence >= termination.noticed_sequence for one in _last_saves(state)):
         return
     # Ranks that are alive were asked too.
     asked = [sign for sign in (state.progress.newest, termination.cut_short) if sign is not None]

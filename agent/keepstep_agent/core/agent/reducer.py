@@ -169,10 +169,9 @@ def _apply(state: State, event: Event) -> Iterator[Command]:
             if not event.alive:
                 # The next program may set none.
                 state.save_requests.program_objective = None
+            _note_ends(state.termination, event, new_trainers=bool(event.alive - state.alive_ranks))
             state.alive_ranks = event.alive
             state.termination.most_alive = max(state.termination.most_alive, len(event.alive))
-            if state.termination.noticed:
-                _note_ends(state.termination, event)
         case StepSeen():
             before, now = state.progress.newest, event.newest
             if now is not None and (before is None or now.step < before.step):
@@ -342,15 +341,16 @@ def _given_up(state: State, event: Shed | Failed) -> None:
     stop_sending(checkpoint)
 
 
-def _note_ends(termination: Termination, event: RanksSeen) -> None:
-    """Note how ranks have ended since the notice."""
+def _note_ends(termination: Termination, event: RanksSeen, *, new_trainers: bool) -> None:
+    """Note how ranks have ended. Without a notice here, one may have left for that of another node."""
+    if new_trainers and not termination.noticed:
+        termination.left, termination.lost_at = False, None
     termination.left |= event.left
     if event.lost_at is not None:
         termination.lost_at = max(termination.lost_at or 0, event.lost_at)
-    if event.cut_short is not None and (
-        termination.cut_short is None or termination.cut_short.step < event.cut_short.step
-    ):
-        termination.cut_short = event.cut_short
+    # Of one that died before a notice, nobody wanted a save.
+    died = [sign for sign in (termination.cut_short, event.cut_short) if sign is not None and termination.noticed]
+    termination.cut_short = max(died, key=lambda sign: sign.step, default=None)
 
 
 def _started(state: State, event: Started) -> Iterator[Command]:
