@@ -116,6 +116,18 @@ def test_what_trainers_have_lost_that_were_started_again_is_past() -> None:
     assert end(play) == Exit(code=0, lost=())
 
 
+def test_a_save_from_before_the_first_look_at_the_steps_counts() -> None:
+    """A short program: the agent looks at its steps once it is gone, and is told to end at once."""
+    play = Play()
+    ranks_alive(play, 0)
+    play.announce("only")
+    play.finish()
+    play.feed(StepSeen(at=play.now, newest=StepSign(at=play.now, step=1)))
+    notice(play)
+    dies(play, at=1)
+    assert end(play) == Exit(code=0, lost=())
+
+
 def test_a_rank_that_leaves_with_a_loss_has_lost_its_step_whatever_was_saved_before() -> None:
     """A training before this one, in the same process, has made more steps and its final save."""
     play = training_at(1)

@@ -15,6 +15,8 @@ from tests.harness.agent_process import wait_until
 from tests.harness.bounds import HANG_SECONDS
 from tests.harness.run_process import NOT_DURABLE, TRAINER, RunProcess
 
+from keepstep_agent.adapters.output.program import lives
+
 PAGE: Final = Path(__file__).parents[2] / "docs" / "running.md"
 BEGINS: Final = "| how the run ends | code |\n|---|---|\n"
 UNREACHABLE: Final[dict[str, Any]] = {"endpoint_url": "http://127.0.0.1:9", "restore": "off", "grace_seconds": 4}
@@ -325,8 +327,7 @@ def test_what_a_dead_launcher_has_left_behind_is_waited_for_and_stored(scene: Sc
         scene.run.signal(signal.SIGSTOP)
         for process_id in (int((scene.folder / "rank").read_text()), launcher_id, scene.run.process.pid):
             os.kill(process_id, signal.SIGTERM)
-        ended = lambda: Path(f"/proc/{launcher_id}/stat").read_text().rpartition(")")[2].split()[0] == "Z"  # noqa: E731
-        wait_until(ended, HANG_SECONDS, "the launcher has ended")
+        wait_until(lambda: not lives(launcher_id), HANG_SECONDS, "the launcher has ended")
         scene.run.signal(signal.SIGCONT)
     assert scene.run.wait() == 143, scene.run.output()
     assert list(scene.folder.glob("store/**/last.bin")), scene.run.output()

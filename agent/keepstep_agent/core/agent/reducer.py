@@ -173,9 +173,11 @@ def _apply(state: State, event: Event) -> Iterator[Command]:
             state.alive_ranks = event.alive
             state.termination.most_alive = max(state.termination.most_alive, len(event.alive))
         case StepSeen():
-            before, now = state.progress.newest, event.newest
-            if now is not None and (before is None or now.step < before.step):
-                state.training_sequence = state.next_sequence
+            if event.newest is not None:
+                if event.newest.step < state.last_step:
+                    # Another training, or the same one from an earlier checkpoint on.
+                    state.training_sequence = state.next_sequence
+                state.last_step = event.newest.step
             state.progress.note(event.newest)
             state.progress.stuck = state.are_trainers_stuck(state.now)
         case DiskRead():

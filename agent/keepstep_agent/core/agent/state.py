@@ -145,7 +145,8 @@ class State:
     alive_ranks: frozenset[int] = frozenset()
     ranks: dict[int, int] = field(default_factory=dict)
     progress: Progress = field(default_factory=Progress)
-    # Saves from this sequence on are of the training that tells its steps now.
+    # The step that trainers told last, and the first sequence of the saves of that training.
+    last_step: int = -1
     training_sequence: int = 0
     disk: DiskRead | None = None
     # Bytes of pins dropped since that reading, and of pins about to be dropped.

@@ -191,7 +191,8 @@ class Monitors:
     def look_soon(self) -> None:
         self._look.set()
 
-    async def look_at_ranks(self) -> None:
+    async def look_at_ranks(self, *, at_notice: bool = False) -> None:
+        """Tell the core which ranks are alive. Those that are gone `at_notice` have died before it."""
         try:
             look = await self._run(self._live_ranks.look)
         except KeepstepError as error:
@@ -212,7 +213,8 @@ class Monitors:
                 await self._recover_unannounced()
             elif not alive:
                 self._clients_gone.set()
-            await self._see_ranks(alive, ended=self._engine.state.alive_ranks - alive)
+            gone = self._engine.state.alive_ranks - alive
+            await self._see_ranks(alive, ended=frozenset() if at_notice else gone)
         await self._steps.take(look)
 
     async def _see_ranks(self, alive: frozenset[int], *, ended: frozenset[int] | None) -> None:
@@ -265,7 +267,7 @@ class Monitors:
         log.warning("termination.noticed", source=source, deadline=deadline)
         # First, because every look may take long on a volume or a store that hangs.
         await self._engine.submit(TerminationNoticed(at=now, deadline=deadline, source=source))
-        await self.look_at_ranks()
+        await self.look_at_ranks(at_notice=True)
         say_what_is_open(self._engine.state, source, self._clock.now())
         # Wakes `watch_ranks`, which looks more often until the end.
         self.look_soon()
