@@ -97,7 +97,7 @@ def test_spawned_ranks_whose_parent_dies_of_the_sigterm_save_just_in_time(
     command = (sys.executable, SPAWNED, str(free_port()), str(EXAMPLES / "ddp.py"), *STEPS)
     with launched(rclone_bucket, tmp_path, *command) as run:
         terminate(run, tmp_path, 2)
-        assert run.log("ranks.left_behind")
+        assert run.log("run.waits_for_processes")
     assert committed_steps(rclone_bucket) == set(last_steps(tmp_path)), run.output()
 
 
@@ -127,7 +127,7 @@ def test_what_accelerate_launch_has_started_saves_just_in_time(rclone_bucket: Bu
     command += ["--mixed_precision=no", "--dynamo_backend=no", str(PACED), str(EXAMPLES / "accelerate_loop.py"), *STEPS]
     with launched(rclone_bucket, tmp_path, *command) as run:
         terminate(run, tmp_path, 1)
-        assert run.log("ranks.left_behind")
+        assert run.log("run.waits_for_processes")
     assert committed_steps(rclone_bucket) == set(last_steps(tmp_path)), run.output()
 
 
@@ -139,5 +139,5 @@ def test_what_the_deepspeed_launcher_has_started_saves_just_in_time(rclone_bucke
     path = os.pathsep.join([str(BIN), os.environ["PATH"]])
     with launched(rclone_bucket, tmp_path, *command, PATH=path) as run:
         terminate(run, tmp_path, 2)
-        assert run.log("ranks.left_behind")
+        assert run.log("run.waits_for_processes")
     assert committed_steps(rclone_bucket) == set(last_steps(tmp_path)), run.output()
