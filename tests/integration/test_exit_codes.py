@@ -344,10 +344,12 @@ def test_a_helper_that_ends_well_after_its_program_was_killed_hides_no_torn_file
         "    while os.getppid() == launcher: time.sleep(0.05)",
         "    time.sleep(4)  # longer than a file must be quiet to be whole",
         "    os._exit(0)",
-        f"file = open({str(torn)!r}, 'wb')",
-        "while True: file.write(bytes(1000)); file.flush(); time.sleep(0.1)",
+        "def die_in_a_save(*_):",
+        f"    pathlib.Path({str(torn)!r}).write_bytes(bytes(1000))",
+        "    os.kill(os.getpid(), signal.SIGKILL)",
+        "signal.signal(signal.SIGTERM, die_in_a_save)",
+        "time.sleep(600)",
     )
-    wait_until(torn.exists, HANG_SECONDS, "it writes")
     scene.run.signal(signal.SIGTERM)
     assert scene.run.wait() == 75, scene.run.output()
     assert "torn.bin: its folder is being written to" in scene.run.output()
