@@ -210,9 +210,6 @@ async def _restore(
                     predecessors=predecessors,
                     on_progress=advance,
                 )
-            elif predecessors is not None and settings.watch:
-                # What they snapshot last is chosen here; of checkpoints the agent chooses, and waits too.
-                await predecessors.wait(store)
             snapshots = await restore_snapshots(
                 store,
                 volume=volume,
