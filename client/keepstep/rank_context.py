@@ -5,6 +5,7 @@ Checkpointer may be made before the process group is.
 """
 
 import itertools
+import math
 import os
 import secrets
 from collections.abc import Callable
@@ -29,6 +30,9 @@ _numbers: Final = itertools.count()
 _NOTICE_SECONDS: Final = 10.0
 """Most that one wait takes after SIGTERM if no agent knows how long the grace period is. torchrun and Kubernetes give
 30 s by default: two waits, and time to end. Without an agent nothing is stored that a longer wait could lose."""
+
+
+_LEAVING_SECONDS: Final = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,12 +74,15 @@ def init_ranks(
             _refuse_lone_follower(settings)
         return _context(settings, SingleProcess(), SingleProcessGate(signal_path, sigterm), secrets.token_hex(4))
 
-    def notice_seconds() -> float | None:
+    def notice_seconds(sees_all: bool) -> float | None:
         if not sigterm.received:
             return None
         left = grace_seconds()
-        # The other half is for what follows the wait. A grace period that is over and has not ended this was not known.
-        return left / 2 if left is not None and left > 0 else _NOTICE_SECONDS
+        if left is None or left <= 0:
+            # One that is over and has not ended this was not known.
+            return math.inf if sees_all else _NOTICE_SECONDS
+        # Where ranks may be gone unseen, half is for what follows the wait; else only what it takes to leave.
+        return max(0.0, left - _LEAVING_SECONDS) if sees_all else left / 2
 
     watch = partial(RankWatch, others=ranks.world_size - 1, notice_seconds=notice_seconds)
     lock = str(settings.ranks.local_rank) if holds_liveness_lock else ""

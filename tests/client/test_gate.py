@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from tests.harness.agent_process import wait_until
 from tests.harness.bounds import HANG_SECONDS
 
 import keepstep.gate.signal_file
@@ -154,6 +155,8 @@ def test_another_thread_leaves_the_handler_of_the_program_in_place(make: Make, s
         terminate(gate)
         seen.append(gate.at(1))
         assert not gate._sigterm.would_end_process
+        # faulthandler puts its handler back when the one before it has run.
+        wait_until(lambda: bool(handled), HANG_SECONDS, "the program's handler has run")
         gate._sigterm.close()
 
     try:

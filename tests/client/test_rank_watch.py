@@ -88,8 +88,11 @@ def test_a_rank_whose_lock_was_never_seen_held_is_not_gone(tmp_path: Path) -> No
     assert RankWatch({1: tmp_path / "1", 2: tmp_path / "2"}, others=2).gone() == []
 
 
-def test_a_notice_bounds_the_wait_only_for_ranks_that_are_out_of_sight(path: Path) -> None:
+def test_a_notice_bounds_the_wait_more_tightly_for_ranks_that_are_out_of_sight(path: Path) -> None:
+    def notice_seconds(sees_all: bool) -> float:
+        return 14.0 if sees_all else 7.0
+
     with holding(path):
-        assert RankWatch({1: path}, others=1, notice_seconds=lambda: 7.0).most_seconds() is None
-        assert RankWatch({1: path}, others=2, notice_seconds=lambda: 7.0).most_seconds() == 7.0
-        assert RankWatch({1: path}, others=2, notice_seconds=lambda: None).most_seconds() is None
+        assert RankWatch({1: path}, others=1, notice_seconds=notice_seconds).most_seconds() == 14.0
+        assert RankWatch({1: path}, others=2, notice_seconds=notice_seconds).most_seconds() == 7.0
+        assert RankWatch({1: path}, others=2).most_seconds() is None

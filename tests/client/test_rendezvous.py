@@ -74,7 +74,7 @@ class Watch(RankWatch):
     """What the test says that a process sees."""
 
     def __init__(self, *gone: int, notice_seconds: float | None = None) -> None:
-        super().__init__({}, others=1, notice_seconds=lambda: notice_seconds)
+        super().__init__({}, others=1, notice_seconds=lambda _: notice_seconds)
         self.those = list(gone)
 
     def gone(self) -> Sequence[int]:

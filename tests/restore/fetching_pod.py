@@ -16,7 +16,6 @@ from keepstep_agent.core.model import SaveInfo
 from keepstep_agent.core.settings.values import Settings, StoreSettings
 from keepstep_agent.ports import ObjectStore
 from keepstep_agent.restore.partial_copy import FileRange
-from keepstep_agent.restore.predecessors import Predecessors
 from keepstep_agent.runtime.work.fetches import Fetches, FetchProgress
 
 
@@ -37,13 +36,7 @@ class Pod:
 
 @asynccontextmanager
 async def pod(
-    store: ObjectStore,
-    volume: Path,
-    *,
-    mode: str = "whole",
-    place: str = "",
-    node_rank: int = 0,
-    predecessors: Predecessors | None = None,
+    store: ObjectStore, volume: Path, *, mode: str = "whole", place: str = "", node_rank: int = 0
 ) -> AsyncIterator[Pod]:
     settings = Settings(
         volume=str(volume),
@@ -61,13 +54,7 @@ async def pod(
 
     volume.mkdir(exist_ok=True)  # noqa: ASYNC240 - a local disk
     with ThreadPoolExecutor(1) as disk:
-        fetches = Fetches(
-            store=cast(Any, SimpleNamespace(get=get)),
-            settings=settings,
-            disk=disk,
-            guesses=True,
-            predecessors=predecessors,
-        )
+        fetches = Fetches(store=cast(Any, SimpleNamespace(get=get)), settings=settings, disk=disk, guesses=True)
         running = asyncio.create_task(fetches.run())
         try:
             yield Pod(store, volume, fetches)

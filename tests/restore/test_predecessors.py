@@ -12,9 +12,10 @@ from tests.fakes.fake_store import FakeStore
 from tests.formats.test_frozen_formats import newer
 from tests.harness.agent_process import wait_until
 from tests.harness.bounds import HANG_SECONDS
-from tests.restore.fetching_pod import pod as fetching_pod
 from tests.restore.one_output import restore
+from tests.restore.restored_snapshots import restored, run
 from tests.restore.stored_checkpoints import store_checkpoint
+from tests.restore.stored_snapshots import store_snapshot
 
 from keepstep_agent.core.errors import ErrorKind, StoreError
 from keepstep_agent.core.limits import DRAINING_BYTES, SECONDS
@@ -240,7 +241,7 @@ async def test_notices_that_come_again_and_again_hold_up_a_start_for_a_bounded_t
     async with asyncio.timeout(HANG_SECONDS):
         await waits.wait(store)
         looks = len(store.calls)
-        # An agent is asked again and again.
+        # A start that finds another pin waits again.
         await waits.wait(store)
     assert len(store.calls) == looks
 
@@ -250,11 +251,10 @@ async def test_without_the_stores_time_a_notice_counts_from_when_it_was_seen(sto
     # Not by this machine's clock, whatever it says: the store's is decades away.
     store.now += 1e9
     store.fail("put", ErrorKind.ACCESS_DENIED)
-    waits = Predecessors("new-pod")
-    with pytest.raises(TimeoutError):
+    with capture_logs() as logs, pytest.raises(TimeoutError):
         async with asyncio.timeout(0.3):
-            await waits.wait(store)
-    assert waits.waits_for == "trainer-old-pod"
+            await Predecessors("new-pod").wait(store)
+    assert [line["predecessor"] for line in logs if "predecessor" in line] == ["trainer-old-pod"]
 
 
 async def test_a_store_that_does_not_answer_is_an_error_and_no_reason_to_begin(
@@ -265,23 +265,21 @@ async def test_a_store_that_does_not_answer_is_an_error_and_no_reason_to_begin(
         await start(store, tmp_path)
 
 
-async def test_an_agent_that_restores_lazily_offers_nothing_before_the_pod_before_it_has_saved(
-    store: FakeStore, tmp_path: Path
-) -> None:
-    await store_checkpoint(store, 60)
+async def test_the_newest_snapshot_is_that_of_the_pod_before(store: FakeStore, tmp_path: Path) -> None:
+    await store_snapshot(store, 60, {"out/state": b"60"})
     await drains(store)
-    async with fetching_pod(store, tmp_path, mode="lazy", predecessors=Predecessors("new-pod")) as pod:
-        answer = await pod.fetches.restorable(None, 0.3)
-        # A client gives up after so many minutes of a store's errors, and a grace period may be longer.
-        assert (answer.committed, answer.storage_error) == (None, "")
-        await store_checkpoint(store, 115)
-        await store.delete(draining_key(OLD))
-        assert await pod.offered() == [115, 60]
+    waits = Predecessors("new-pod")
+    started = asyncio.create_task(restored(store, tmp_path, predecessors=waits))
+    await looks_twice(store)
+    await store_snapshot(store, 115, {"out/state": b"115"})
+    await store.delete(draining_key(OLD))
+    async with asyncio.timeout(HANG_SECONDS):
+        (snapshot,) = (await started).snapshots
+    assert snapshot.number == 115
+    assert (tmp_path / "out" / "state").read_bytes() == b"115"
 
 
-async def test_a_lazy_agent_that_waits_tells_of_a_store_that_fails_meanwhile(store: FakeStore, tmp_path: Path) -> None:
+async def test_without_a_snapshot_nobody_waits_to_choose_one(store: FakeStore, tmp_path: Path) -> None:
     await drains(store)
-    async with fetching_pod(store, tmp_path, predecessors=Predecessors("new-pod")) as pod:
-        assert (await pod.fetches.restorable(None, 0.3)).storage_error == ""
-        store.fail("list", ErrorKind.UNREACHABLE, times=1000)
-        assert "a test wants it to" in (await pod.fetches.restorable(None, 0.3)).storage_error
+    async with asyncio.timeout(HANG_SECONDS):
+        assert await run(store, tmp_path, predecessors=Predecessors("new-pod")) is None

@@ -73,21 +73,26 @@ def test_when_the_node_is_gone_the_next_pod_begins_at_the_newest_durable_step_an
     assert not any(row["problems"] for row in job.view.verify())
 
 
-@pytest.mark.parametrize("restore", ["whole", "lazy"])
-def test_a_replacement_that_starts_while_the_old_pod_drains_waits_for_what_that_one_commits(
-    restore: str, job: DemoJob
-) -> None:
-    # The Job's default, podReplacementPolicy TerminatingOrFailed: two pods at one prefix.
+def begun_and_held(job: DemoJob) -> tuple[DemoPod, int]:
+    """A pod that has stored a step and trained on, and whose further commits the store refuses; and that step."""
     old = job.start()
     old.wait_begun()
     durable = old.save_now()
     job.wait_stored(durable, old)
     old.wait_step(durable + 2)
     job.proxy.add(Rule(name="hold", fault=Fault.STATUS, method="PUT", target="/.keepstep/commits/", times=-1))
+    return old, durable
+
+
+@pytest.mark.parametrize("restore", ["whole", "lazy"])
+def test_a_replacement_that_starts_while_the_old_pod_drains_waits_for_what_that_one_commits(
+    restore: str, job: DemoJob
+) -> None:
+    # The Job's default, podReplacementPolicy TerminatingOrFailed: two pods at one prefix.
+    old, durable = begun_and_held(job)
     old.pod.delete()
     replacement = job.start(restore=restore)
-    container = RESTORE if restore == "whole" else AGENT
-    said = lambda: "restore.waits_for_predecessor" in replacement.pod.log(container)  # noqa: E731
+    said = lambda: "restore.waits_for_predecessor" in replacement.pod.log(RESTORE)  # noqa: E731
     replacement.pod.wait(said, HANG_SECONDS, "the replacement waits")
     assert not old.pod.ended
     job.proxy.clear()
@@ -99,12 +104,7 @@ def test_a_replacement_that_starts_while_the_old_pod_drains_waits_for_what_that_
 
 
 def test_a_pod_that_nobody_waited_for_spoils_nothing_and_the_newest_wins(job: DemoJob) -> None:
-    old = job.start()
-    old.wait_begun()
-    durable = old.save_now()
-    job.wait_stored(durable, old)
-    old.wait_step(durable + 2)
-    job.proxy.add(Rule(name="hold", fault=Fault.STATUS, method="PUT", target="/.keepstep/commits/", times=-1))
+    old, durable = begun_and_held(job)
     job.proxy.add(Rule(name="no notice", fault=Fault.STATUS, method="PUT", target="/.keepstep/draining/", times=-1))
     old.pod.delete()
     replacement = job.start()

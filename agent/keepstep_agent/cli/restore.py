@@ -210,6 +210,9 @@ async def _restore(
                     predecessors=predecessors,
                     on_progress=advance,
                 )
+            elif predecessors is not None:
+                # The agent lists the checkpoints when this has ended.
+                await predecessors.wait(store)
             snapshots = await restore_snapshots(
                 store,
                 volume=volume,
@@ -218,6 +221,7 @@ async def _restore(
                 node_rank=settings.node_rank,
                 concurrency=settings.transfer.max_concurrency,
                 size_limit_bytes=settings.disk.size_limit_bytes,
+                predecessors=predecessors,
                 on_progress=advance,
             )
     record = _start_record(settings, began_at, restored[0] if restored else None, snapshots)

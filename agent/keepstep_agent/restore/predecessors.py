@@ -7,7 +7,6 @@ waits for its own pod; the clocks of two machines are never compared.
 import asyncio
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
@@ -47,68 +46,47 @@ async def withdraw_own(store: StoreWriter, pod: str) -> None:
     await _delete(store, [draining_key(pod)])
 
 
-@dataclass(slots=True, kw_only=True)
-class _Wait:
-    """Times are those of the event loop's clock."""
-
-    give_up_at: float
-    store_ahead_seconds: float | None = None
-    """By how much the store's clock is ahead of the loop's; None: unknown."""
-    expiries: dict[ObjectInfo, float | None] = field(default_factory=dict)
-    """When each object expires that was read; None: it cannot be read, and holds up nobody."""
-
-
 class Predecessors:
-    """The pods of the run that still save, as `pod` sees them; `pod` is its own id."""
+    """The pods of the run that still save, as `pod` sees them; `pod` is its own id. For one start."""
 
     def __init__(self, pod: str) -> None:
         self._pod = pod
-        self._one_at_a_time = asyncio.Lock()
-        self._wait: _Wait | None = None
+        # Times are those of the event loop's clock.
+        self._give_up_at: float | None = None
+        self._store_ahead_seconds: float | None = None
+        """By how much the store's clock is ahead of the loop's; None: unknown."""
+        self._expiries: dict[ObjectInfo, float | None] = {}
+        """When each object expires that was read; None: it cannot be read, and holds up nobody."""
         self._told: set[str] = set()
-        self.waits_for = ""
-        """Whom a start waits for now, for people; empty if for nobody."""
 
     async def wait(self, store: StoreWriter) -> None:
-        """Return when none is left, or they have had their time. Cancelled and called again, it waits for the rest.
+        """Return when none is left, or they have had their time. Raises StoreError."""
+        now = asyncio.get_running_loop().time
+        if self._give_up_at is None:
+            self._give_up_at = now() + LONGEST_SECONDS
+        if now() >= self._give_up_at:
+            return
+        try:
+            async with asyncio.timeout_at(self._give_up_at):
+                while await self._is_any_left(store):  # noqa: ASYNC110 - the store tells nobody
+                    await asyncio.sleep(_LOOK_SECONDS)
+        except TimeoutError:
+            _log.warning("restore.waits_no_longer", seconds=LONGEST_SECONDS)
 
-        Raises StoreError.
-        """
-        async with self._one_at_a_time:
-            now = asyncio.get_running_loop().time
-            if self._wait is None:
-                self._wait = _Wait(give_up_at=now() + LONGEST_SECONDS)
-            wait = self._wait
-            if now() >= wait.give_up_at:
-                return
-            try:
-                async with asyncio.timeout_at(wait.give_up_at):
-                    while await self._is_any_left(store, wait):  # noqa: ASYNC110 - the store tells nobody
-                        await asyncio.sleep(_LOOK_SECONDS)
-            except StoreError:
-                self.waits_for = ""
-                raise
-            except TimeoutError:
-                # The next call does not wait again.
-                _log.warning("restore.waits_no_longer", predecessor=self.waits_for)
-            else:
-                self._wait = None
-            self.waits_for = ""
-
-    async def _is_any_left(self, store: StoreWriter, wait: _Wait) -> bool:
+    async def _is_any_left(self, store: StoreWriter) -> bool:
         """Look for one that is not over, and delete what is."""
         notices: set[ObjectInfo] = set()
         async for one in store.list(DRAINING_PREFIX):
             if parse_draining_key(one.key) not in {None, self._pod} and len(notices) < DRAINING_OBJECTS:
                 notices.add(one)
-        wait.expiries = {one: moment for one, moment in wait.expiries.items() if one in notices}
+        self._expiries = {one: moment for one, moment in self._expiries.items() if one in notices}
         expired: list[str] = []
         is_left = False
         # The newest is the one that most likely makes this start wait: of the others nothing need be read then.
         for one in sorted(notices, key=lambda one: one.modified_at, reverse=True):
-            if one not in wait.expiries:
-                wait.expiries[one] = await self._expires_at(store, one, wait)
-            expires_at = wait.expiries[one]
+            if one not in self._expiries:
+                self._expiries[one] = await self._expires_at(store, one)
+            expires_at = self._expiries[one]
             if expires_at is None:
                 continue
             if expires_at > asyncio.get_running_loop().time():
@@ -118,12 +96,12 @@ class Predecessors:
         await _delete(store, expired)
         return is_left
 
-    async def _expires_at(self, store: StoreWriter, one: ObjectInfo, wait: _Wait) -> float | None:
+    async def _expires_at(self, store: StoreWriter, one: ObjectInfo) -> float | None:
         now = asyncio.get_running_loop().time()
-        if wait.store_ahead_seconds is None:
-            wait.store_ahead_seconds = await _store_ahead_seconds(store, now)
+        if self._store_ahead_seconds is None:
+            self._store_ahead_seconds = await _store_ahead_seconds(store, now)
         # Where nobody knows its age, it counts from now.
-        written_at = now if wait.store_ahead_seconds is None else min(now, one.modified_at - wait.store_ahead_seconds)
+        written_at = now if self._store_ahead_seconds is None else min(now, one.modified_at - self._store_ahead_seconds)
         if written_at + EXPIRY_SECONDS <= now:
             return now
         try:
@@ -136,14 +114,11 @@ class Predecessors:
             return None
         left_seconds = written_at + draining.seconds_left + _MARGIN_SECONDS - now
         expires_at = min(now + left_seconds, written_at + EXPIRY_SECONDS)
-        if expires_at > now:
-            self.waits_for = printable(draining.holder)
-            if one.key not in self._told:
-                self._told.add(one.key)
-                at_most_seconds = round(min(left_seconds, wait.give_up_at - now))
-                _log.warning(
-                    "restore.waits_for_predecessor", predecessor=self.waits_for, at_most_seconds=at_most_seconds
-                )
+        if expires_at > now and one.key not in self._told:
+            self._told.add(one.key)
+            at_most_seconds = round(min(left_seconds, (self._give_up_at or now) - now))
+            holder = printable(draining.holder)
+            _log.warning("restore.waits_for_predecessor", predecessor=holder, at_most_seconds=at_most_seconds)
         return expires_at
 
 

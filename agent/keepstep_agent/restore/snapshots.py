@@ -33,6 +33,7 @@ from keepstep_agent.restore.candidates import Candidates
 from keepstep_agent.restore.download import download
 from keepstep_agent.restore.init_step import Progress
 from keepstep_agent.restore.output_files import OutputFiles, Placed
+from keepstep_agent.restore.predecessors import Predecessors
 from keepstep_agent.restore.snapshot_selection import (
     Selection,
     TakenPaths,
@@ -99,16 +100,21 @@ async def restore_snapshots(
     node_rank: int = 0,
     concurrency: int = 8,
     size_limit_bytes: int = 0,
+    predecessors: Predecessors | None = None,
     on_progress: Progress = lambda name, done_bytes, total_bytes: None,
 ) -> RestoredSnapshots | None:
     """Put the files of the newest snapshots into the output directories. Returns None if there is no snapshot.
 
-    `size_limit_bytes` is the emptyDir's limit; 0 means none. Raises StoreError, VolumeError or RequestError.
+    `size_limit_bytes` is the emptyDir's limit; 0 means none. `predecessors`: whom to wait for before the newest of the
+    snapshots that there are is chosen; None: nobody. Raises StoreError, VolumeError or RequestError.
     CHECKPOINT_CORRUPT means that there are snapshots of a node and none can be restored.
     """
     if not directories:
         return None
     committed = await list_snapshots(store)
+    if committed and predecessors is not None:
+        await predecessors.wait(store)
+        committed = await list_snapshots(store)
     if not committed:
         return None
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="keepstep-restore-disk") as disk:

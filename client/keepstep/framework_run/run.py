@@ -359,7 +359,7 @@ class FrameworkRun:
         self.directories.linkable = self._unless_given_up(agree, otherwise=False)
 
     @property
-    def last_is_stored(self) -> bool:
+    def last_is_in_volume(self) -> bool:
         """Whether what was saved last lies in the volume, or is on its way there; true if nothing was saved."""
         last = self._last
         return last is None or last.in_place or last.behind is not None

@@ -181,7 +181,7 @@ class _Loop:
         action = run.action_at(step)
         if action is Action.NOTHING:
             return
-        if self._place_step != step or not run.last_is_stored:
+        if self._place_step != step or not run.last_is_in_volume:
             run.save_unasked(step, functools.partial(self._save_now, run, step))
         if action is Action.SAVE_AND_EXIT:
             run.leave()

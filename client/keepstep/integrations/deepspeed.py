@@ -186,7 +186,7 @@ class _Training:
         action = self.run.action_at(step)
         if action is Action.NOTHING:
             return
-        if self._place_step != step or not self.run.last_is_stored:
+        if self._place_step != step or not self.run.last_is_in_volume:
             self.run.save_unasked(step, functools.partial(self._save_now, step))
         if action is Action.SAVE_AND_EXIT:
             self.run.leave()

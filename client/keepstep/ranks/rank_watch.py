@@ -1,7 +1,7 @@
 """What ends a wait for other ranks before its time: one of them is gone, or this process has a termination notice.
 
-Ranks that share a volume see each other's liveness locks. Of any other rank nobody knows, so there this process's own
-notice bounds the wait.
+Ranks that share a volume see each other's liveness locks: one that lives may be writing, and is waited for until the
+grace period is nearly over. Of any other rank nobody knows, so a notice gives it less.
 """
 
 import os
@@ -28,11 +28,12 @@ class RankWatch:
     Args:
         locks: Where the other ranks of this volume hold theirs, by rank.
         others: How many other ranks there are.
-        notice_seconds: How long to wait from now on because of a notice; None without one.
+        notice_seconds: How long to wait from now on because of a notice, if all other ranks are seen to live or not;
+            None without one.
     """
 
     def __init__(
-        self, locks: Mapping[int, Path], *, others: int, notice_seconds: Callable[[], float | None] = lambda: None
+        self, locks: Mapping[int, Path], *, others: int, notice_seconds: Callable[[bool], float | None] = lambda _: None
     ) -> None:
         holders = {rank: (path, _holder(path)) for rank, path in locks.items()}
         self._holders = {rank: (path, held_by) for rank, (path, held_by) in holders.items() if held_by is not None}
@@ -50,7 +51,7 @@ class RankWatch:
 
     def most_seconds(self) -> float | None:
         """Return how long to wait from now on; None for as long as without a notice."""
-        return None if self._sees_all else self._notice_seconds()
+        return self._notice_seconds(self._sees_all)
 
 
 def _is_gone(path: Path, held_by: int) -> bool:

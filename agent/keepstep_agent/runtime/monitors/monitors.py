@@ -348,17 +348,13 @@ class Monitors:
                 limit_seconds=self._seconds_to_look_around(),
             )
         await self._recover_unannounced()
+        nothing_found = ""
         # Not before the recovery: an agent that was just restarted has announced nothing yet.
-        nothing_found = await self._nothing_found(trainers_gone=trainers_gone)
+        if self._mirror is not None and trainers_gone and not await self._unannounced.has_found_any():
+            nothing_found = await self._mirror.nothing_found()
         await self._engine.submit(
             StopRequested(at=self._clock.now(), trainers_gone=trainers_gone, nothing_found=nothing_found)
         )
-
-    async def _nothing_found(self, *, trainers_gone: bool) -> str:
-        """Return a line for people if the program has ended and nothing of this run is stored; else ""."""
-        if self._mirror is None or not trainers_gone or await self._unannounced.has_found_any():
-            return ""
-        return await self._mirror.nothing_found()
 
     async def _recover_unannounced(self) -> None:
         """Announce unannounced checkpoints in half of the time that is left, because they must still be sent."""

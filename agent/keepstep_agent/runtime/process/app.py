@@ -29,7 +29,7 @@ from keepstep_agent.core.agent.events import Exited, Started
 from keepstep_agent.core.policies.run_exit import Drained
 from keepstep_agent.core.settings.values import Settings
 from keepstep_agent.ports import Clock
-from keepstep_agent.restore.predecessors import Predecessors, pod_id
+from keepstep_agent.restore.predecessors import pod_id
 from keepstep_agent.restore.run_lease import lease_of_run
 from keepstep_agent.restore.start_record import read_start_record
 from keepstep_agent.runtime.api.http import serve_http
@@ -205,21 +205,19 @@ async def run_agent(settings: Settings, *, fresh: bool = False, parent_pid: int 
         stack.push_async_callback(store.close)
         others = OtherWriters(store, clock)
         litter = LeftoverRemover(store, clock, settings.retention)
-        draining = predecessors = None
+        draining = None
         if parent_pid is None:
             # In a pod. A run has the lease of its destination instead.
             pod = await asyncio.get_running_loop().run_in_executor(
                 executor, pod_id, volume, Path(settings.state_directory)
             )
             draining = DrainingNotice(store=store, clock=clock, settings=settings, pod=pod)
-            predecessors = Predecessors(pod)
         # An agent that was started again in the midst of training has checkpoints in its journal.
         fetches = Fetches(
             store=store,
             settings=settings,
             disk=_threads(stack, "keepstep-fetch", 1),
             guesses=not state.checkpoints and not state.termination.noticed,
-            predecessors=predecessors,
         )
         news = await stack.enter_async_context(cluster_news(settings.cluster, clock=clock, executor=monitor_threads))
         ledger = LedgerWriter(

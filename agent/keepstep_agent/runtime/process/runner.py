@@ -40,6 +40,7 @@ _LAUNCHER_MARGIN_SECONDS: Final = 2.0
 _DRAIN_SECONDS: Final = 1.0
 """For the upload of what the processes that the program has left behind have saved."""
 _AT_ONCE_SECONDS: Final = 0.2
+"""Between the signals of somebody who tells all processes of a job."""
 _ORDERLY: Final = frozenset({0, JUST_IN_TIME_EXIT_CODE, NOT_DURABLE_EXIT_CODE})
 """Exit codes of processes that no error has ended."""
 _NOTICES: Final = frozenset({signal.SIGTERM, signal.SIGHUP})

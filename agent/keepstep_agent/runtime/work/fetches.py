@@ -36,7 +36,6 @@ from keepstep_agent.core.policies.restore_choice import CommittedSave
 from keepstep_agent.core.settings.values import Settings
 from keepstep_agent.restore.local_copy import LocalCopies
 from keepstep_agent.restore.partial_copy import FileRange, PartialCopy, Piece
-from keepstep_agent.restore.predecessors import Predecessors
 from keepstep_agent.runtime.work.fetch_requests import Fetch
 from keepstep_agent.runtime.work.ready_store import ReadyStore
 from keepstep_agent.runtime.work.restorable import Restorable, RestorableListing, line_of
@@ -66,25 +65,14 @@ class FetchProgress:
 class Fetches:
     """`run` works until it is cancelled; `hear` is the engine's listener. `disk` has one thread of its own."""
 
-    def __init__(
-        self,
-        *,
-        store: ReadyStore,
-        settings: Settings,
-        disk: Executor,
-        guesses: bool,
-        predecessors: Predecessors | None = None,
-    ) -> None:
-        """`guesses`: the trainer has not begun, so what it needs of the newest checkpoint is worth a guess.
-
-        `predecessors`: whom to wait for before it is known what there is to resume from; None: nobody.
-        """
+    def __init__(self, *, store: ReadyStore, settings: Settings, disk: Executor, guesses: bool) -> None:
+        """`guesses`: the trainer has not begun, so what it needs of the newest checkpoint is worth a guess."""
         self._store = store
         self._settings = settings
         self._disk = disk
         self._volume = Path(settings.volume)
         self._local = LocalCopies(self._volume, Path(settings.checkpoint_directory), Path(settings.state_directory))
-        self._listing = RestorableListing(store, predecessors)
+        self._listing = RestorableListing(store)
         self._current: Fetch | None = None
         self._carrying: asyncio.Task[None] | None = None
         self._guesses = guesses and settings.restore == LAZY
@@ -146,8 +134,8 @@ class Fetches:
         """Return the newest that are committed and not known to be damaged, of an output directory or of all.
 
         With a name, those of this name, however old.
-        Waits so long for a store that is away, and for pods of the run that still save. Raises
-        StoreError(CHECKPOINT_CORRUPT) if there are some, and all of them are damaged.
+        Waits so long for a store that is away. Raises StoreError(CHECKPOINT_CORRUPT) if there are some, and all of them
+        are damaged.
         """
         self._was_asked = True
         return await self._listing.until(_after(wait_seconds), output_key=output_key, name=name)

@@ -11,7 +11,6 @@ from keepstep_agent.catalog.markers import list_committed, named
 from keepstep_agent.catalog.weights_only import refuse_fresh_start
 from keepstep_agent.core.errors import KeepstepError, StoreError, checkpoint_corrupt, retry_delay_seconds
 from keepstep_agent.core.policies.restore_choice import CommittedSave, by_line, newest_first
-from keepstep_agent.restore.predecessors import Predecessors
 from keepstep_agent.runtime.work.ready_store import ReadyStore
 
 _NEWEST: Final = 20
@@ -29,12 +28,10 @@ class Restorable:
 class RestorableListing:
     """`known`: what was listed last, by save. `failures`: what is wrong with each save that could not be had."""
 
-    def __init__(self, store: ReadyStore, predecessors: Predecessors | None = None) -> None:
-        """`predecessors`: whom to wait for before anything is listed; None: nobody."""
+    def __init__(self, store: ReadyStore) -> None:
         self.known: dict[str, CommittedSave] = {}
         self.failures: dict[str, str] = {}
         self._store = store
-        self._predecessors = predecessors
 
     async def until(self, give_up_at: float, *, output_key: str | None = None, name: str = "") -> Restorable:
         """As `read`; again and again, until this time of the loop's clock, if the store is away."""
@@ -52,9 +49,6 @@ class RestorableListing:
                         storage_error = line_of(failure)
                     attempt += 1
                     await asyncio.sleep(delay_seconds)
-        if self._predecessors is not None and self._predecessors.waits_for:
-            # A client's patience with a store's errors may be shorter than another pod's grace period.
-            storage_error = ""
         return Restorable(committed=None, storage_error=storage_error)
 
     async def read(self, *, output_key: str | None = None, name: str = "") -> Sequence[CommittedSave]:
@@ -63,8 +57,6 @@ class RestorableListing:
         Raises StoreError: StoreError(CHECKPOINT_CORRUPT) if there are some and none can be restored.
         """
         store = await self._store.get()
-        if self._predecessors is not None:
-            await self._predecessors.wait(store)
         outputs = by_line(await list_committed(store))
         if not outputs:
             await refuse_fresh_start(store)

@@ -204,7 +204,7 @@ class Protection(TrainerCallback):  # type: ignore[misc]  # transformers may not
         if run is not None:
             kind = Kind.FINAL if self._is_last else None
             run.announce(kind, then=lambda _: self._rotate(directory) if self._asynchronous(run) else None)
-            if self._is_last and not run.last_is_stored:
+            if self._is_last and not run.last_is_in_volume:
                 run.save_unasked(self._step, self._save)
 
     def _begin(self) -> FrameworkRun | None:
@@ -344,7 +344,7 @@ class Protection(TrainerCallback):  # type: ignore[misc]  # transformers may not
         middle, it leaves no `checkpoint-*`, which the Trainer would resume from in vain.
         """
         trainer, run = self._trainer, self._run
-        if run is None or (self._saved_step == self._step and run.last_is_stored):
+        if run is None or (self._saved_step == self._step and run.last_is_in_volume):
             return
         checkpoint = self._checkpoint
         if not run.directories.holds(checkpoint):

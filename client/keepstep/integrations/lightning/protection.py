@@ -306,7 +306,7 @@ class Protection:
             run.leave_unannounced()
         else:
             run.announce(contents.kind(trainer), then=lambda told: _remove_own(trainer, path) if told else None)
-        self._leaving = self._exit_asked and run.last_is_stored
+        self._leaving = self._exit_asked and run.last_is_in_volume
 
     def _save_ours(self, trainer: Any, save: Callable[[], None], path: Path) -> None:
         failure: OSError | None = None
