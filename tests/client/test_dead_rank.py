@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from tests.client.agent_server import AgentServer, serving
 from tests.client.ranks.job import job, notify
+from tests.harness.agent_process import wait_until
+from tests.harness.bounds import HANG_SECONDS
 from tests.torch_loop.torchrun import torchrun
 
 from keepstep_api import names
@@ -65,6 +67,21 @@ def test_a_rank_that_dies_in_another_pod_is_waited_for_until_this_pod_ends(tmp_p
         assert rank.exit_code() in (1, names.NOT_DURABLE_EXIT_CODE)
         log = rank.log_text()
     assert re.search(r"not all ranks came in time: about=\S+/2/written seconds=\d+ waited_for=rank 1\n", log), log
+
+
+def test_a_rank_that_hangs_in_a_save_is_waited_for_until_the_grace_period_is_nearly_over(tmp_path: Path) -> None:
+    volume = tmp_path / "v"
+    agent = AgentServer()
+    scenario = "checkpointer_of_which_rank_1_dies"
+    with (
+        serving(volume / names.STATE_DIRECTORY / names.SOCKET, agent),
+        job(scenario, tmp_path, [volume], local_world_size=2, STOPPED="in a save") as (rank, _),
+    ):
+        rank.wait_for("passed 1")
+        agent.status = agent_pb2.Status(deadline=time.time() + 12.0)
+        notify(rank)
+        late = re.compile(r"not all ranks came in time: about=\S+/2/written seconds=\d+ waited_for=rank 1\n")
+        wait_until(lambda: late.search(rank.log_text()) is not None, HANG_SECONDS, "it waits no longer")
 
 
 @pytest.mark.parametrize(

@@ -327,6 +327,8 @@ def die(where: str) -> None:
     """End rank 1 there, if the test says so."""
     if RANK == 1 and os.environ.get("KILLED") == where:
         os.kill(os.getpid(), signal.SIGKILL)
+    if RANK == 1 and os.environ.get("STOPPED") == where:
+        os.kill(os.getpid(), signal.SIGSTOP)
     if RANK == 1 and os.environ.get("RAISES") == where:
         raise ArithmeticError("this rank fails")
 
