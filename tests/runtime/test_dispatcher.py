@@ -114,7 +114,7 @@ def _check_sent(save: str, kind: Kind) -> CheckSent:
 
 async def test_neither_other_work_nor_a_just_in_time_save_waits_for_a_second_reading(tmp_path: Path) -> None:
     periodic = [_check_sent(f"periodic-{number}", Kind.PERIODIC) for number in range(8)]
-    release = Release(work=WorkId(Operation.RELEASE, "over"))
+    release = Release(work=WorkId(Operation.RELEASE, "over"), is_committed=True)
     last = _check_sent("last", Kind.JUST_IN_TIME)
     go_on, awaited = threading.Event(), {release.work, last.work}
 

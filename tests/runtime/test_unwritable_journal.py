@@ -13,7 +13,7 @@ from tests.harness.bounds import HANG_SECONDS
 
 from keepstep_agent.adapters.volume.staging_area import LocalStagingArea
 from keepstep_agent.core.agent.commands import Command, Release
-from keepstep_agent.core.agent.events import Announced, Committed, Exited, Staged, WorkFailed
+from keepstep_agent.core.agent.events import Announced, Committed, Exited, Shed, Staged, WorkCancelled, WorkFailed
 from keepstep_agent.core.agent.work import Operation, WorkId
 from keepstep_agent.core.errors import ErrorKind, VolumeError
 from keepstep_agent.core.model import Phase, StagedFile
@@ -76,16 +76,16 @@ async def _running(play: Play, unjournaled: Sequence[bytes] = ()) -> AsyncIterat
             running.cancel()
 
 
-async def test_pins_wait_for_the_record_that_their_checkpoint_is_committed() -> None:
+async def test_pins_wait_for_the_record_that_their_checkpoint_is_given_up() -> None:
     play = Play()
     play.announce("save")
-    commit = WorkId(Operation.COMMIT, "save")
-    while commit not in play.in_flight:
-        play.answer(next(iter(play.in_flight)))
+    shed = Shed(at=play.now, save="save", reason="superseded")
     async with _running(play) as agent:
         agent.journal.full = True
-        agent.engine.post(Committed(at=play.now, work=commit))
-        await agent.engine.until(lambda state: state.checkpoints["save"].durable)
+        agent.engine.post(shed)
+        await agent.engine.until(lambda state: state.checkpoints["save"].phase is Phase.SHED)
+        for work in play.in_flight:
+            agent.engine.post(WorkCancelled(at=play.now, work=work))
         await agent.turn()
         assert not any(isinstance(command, Release) for command in agent.commands)
         agent.journal.full = False
@@ -94,7 +94,20 @@ async def test_pins_wait_for_the_record_that_their_checkpoint_is_committed() -> 
         agent.engine.state.touched["save"] = None
         await agent.turn()
         assert [command for command in agent.commands if isinstance(command, Release)]
-        assert encode_event(Committed(at=play.now, work=commit)) in list(agent.journal.replay())
+        assert encode_event(shed) in list(agent.journal.replay())
+
+
+async def test_pins_of_a_committed_checkpoint_make_room_for_the_journal() -> None:
+    play = Play()
+    play.announce("save")
+    commit = WorkId(Operation.COMMIT, "save")
+    while commit not in play.in_flight:
+        play.answer(next(iter(play.in_flight)))
+    async with _running(play) as agent:
+        agent.journal.full = True
+        agent.engine.post(Committed(at=play.now, work=commit))
+        await agent.turn()
+        assert [command for command in agent.commands if isinstance(command, Release)]
 
 
 async def test_an_announcement_is_not_acknowledged_from_memory_alone(tmp_path: Path) -> None:

@@ -17,7 +17,6 @@ from tests.simulation.store_model import ViolationError
 from keepstep_agent.core.agent import drain, planner
 from keepstep_agent.core.agent.announcements import check_announcement, known_announcement
 from keepstep_agent.core.agent.commands import (
-    AFTER_ITS_RECORD,
     Abandon,
     CancelTermination,
     CancelWork,
@@ -36,6 +35,7 @@ from keepstep_agent.core.agent.commands import (
     SendPart,
     Stage,
     WorkCommand,
+    waits_for_its_record,
 )
 from keepstep_agent.core.agent.events import (
     Announced,
@@ -56,6 +56,7 @@ from keepstep_agent.core.agent.state import State
 from keepstep_agent.core.agent.work import Operation, WorkId
 from keepstep_agent.core.errors import ErrorKind, RequestError
 from keepstep_agent.core.settings.values import Settings
+from keepstep_agent.core.stored.object_layout import marker_key
 from keepstep_agent.runtime.engine.event_codec import decode_event, encode_event
 from keepstep_agent.runtime.engine.journaling import rescan, save_of
 
@@ -143,7 +144,7 @@ class AgentModel:
         for command in ready.commands:
             if self._crashes():
                 return False
-            if self._unjournaled and isinstance(command, AFTER_ITS_RECORD):
+            if self._unjournaled and waits_for_its_record(command):
                 self.life.after(0.0, self._refuse, command.work)
             else:
                 self._perform(command)
@@ -255,11 +256,16 @@ class AgentModel:
         if (
             isinstance(command, SendPart | PutFile | PutPack | Reconcile)
             and command.work.save not in self._effects.pins
+            and not self._has_marker(command.work.save)
         ):
             raise ViolationError(f"{command.work} needs pins that were dropped")
-        if isinstance(command, Release) and not any(
-            isinstance(event, Committed | Shed | Failed) and save_of(event) == command.work.save
-            for event in self.journal
+        if (
+            isinstance(command, Release)
+            and not self._has_marker(command.work.save)
+            and not any(
+                isinstance(event, Committed | Shed | Failed) and save_of(event) == command.work.save
+                for event in self.journal
+            )
         ):
             raise ViolationError(f"the pins of {command.work.save} went before its end was in the journal")
         faults = self.life.scenario.faults
@@ -271,6 +277,9 @@ class AgentModel:
         if isinstance(command, Commit):
             self.life.after(seconds / 2, self._look, running)
         self.life.after(seconds, self._finish, running)
+
+    def _has_marker(self, save: str) -> bool:
+        return marker_key(self.state.checkpoints[save].info) in self.life.store.objects
 
     def _cancel(self, work: WorkId) -> None:
         running = self._in_flight.get(work)

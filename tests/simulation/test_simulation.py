@@ -160,7 +160,7 @@ def _forget_announcements(patch: pytest.MonkeyPatch) -> None:
 
 
 def _drop_pins_ahead_of_the_record(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("tests.simulation.agent_model.AFTER_ITS_RECORD", ())
+    patch.setattr("tests.simulation.agent_model.waits_for_its_record", lambda command: False)
 
 
 def _forget_parts(patch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ Each command with a `work` ends in exactly one event that carries the same `work
 
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Final
+from typing import TypeGuard
 
 from keepstep_agent.core.agent.events import Announced, Failed, NewsDue, Shed
 from keepstep_agent.core.agent.work import WorkId
@@ -143,7 +143,12 @@ class Commit(_OfWork):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Release(_OfWork):
-    """Drop a save's pins to make room on the volume. Needs no store. Ends in Released."""
+    """Drop a save's pins to make room on the volume. Needs no store. Ends in Released.
+
+    `is_committed`: after a crash the marker says that the save is over.
+    """
+
+    is_committed: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -222,8 +227,14 @@ WorkCommand = (
     | Abandon
     | Prune
 )
-AFTER_ITS_RECORD: Final = (Release,)
-"""Commands that wait until the journal is durable: once the pins are gone, only the journal says that the checkpoint
-ended. Everything else can be found out again from the store and the staged files."""
-
 Command = WorkCommand | CancelWork | Record | RequestSave | LiftBandwidthCap | CancelTermination | Exit
+
+
+def waits_for_its_record(command: Command) -> TypeGuard[Release]:
+    """Whether a command waits until the journal is durable.
+
+    Once the pins of a save that was given up are gone, only the journal says that it is over. Everything else can be
+    found out again from the store and the staged files. A committed save's pins may be what keeps the journal from
+    having room, so they wait for nothing.
+    """
+    return isinstance(command, Release) and not command.is_committed

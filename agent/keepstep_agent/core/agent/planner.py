@@ -293,7 +293,7 @@ def _release(state: State, checkpoint: Checkpoint) -> Iterator[Command]:
             return
     work = WorkId(Operation.RELEASE, save)
     if not works and _take(state, checkpoint, work):
-        yield Release(work=work)
+        yield Release(work=work, is_committed=checkpoint.durable)
 
 
 def _abandon(state: State, checkpoint: Checkpoint) -> Iterator[Command]:

@@ -14,7 +14,7 @@ from typing import Final
 import structlog
 
 from keepstep_agent.core.agent import planner
-from keepstep_agent.core.agent.commands import AFTER_ITS_RECORD, Command, Release
+from keepstep_agent.core.agent.commands import Command, Release, waits_for_its_record
 from keepstep_agent.core.agent.events import DURABLE, Announced, DurableEvent, Event, Ticked, WorkFailed
 from keepstep_agent.core.agent.reducer import advance
 from keepstep_agent.core.agent.state import State
@@ -61,7 +61,7 @@ class _Turn:
     def needs_journal(self) -> bool:
         """Whether a caller or a command waits for the records to be durable."""
         return any(durable for _, durable in self.waiting) or any(
-            isinstance(command, AFTER_ITS_RECORD) for command in self.commands
+            waits_for_its_record(command) for command in self.commands
         )
 
 
@@ -127,7 +127,7 @@ class Engine:
                 self._apply(item, turn)
             failure = await self._append(turn.records, now=turn.needs_journal)
             for command in turn.commands:
-                if failure is not None and isinstance(command, AFTER_ITS_RECORD):
+                if failure is not None and waits_for_its_record(command):
                     self.post(_refused(command, failure, self._clock.now()))
                 else:
                     dispatch(command)
