@@ -1,4 +1,4 @@
-"""What is said of an output directory from which nothing can be linked into the volume."""
+"""What records call output directories outside the volume, and what is said of one from which nothing can be linked."""
 
 from pathlib import Path
 
@@ -22,11 +22,34 @@ def test_the_annotation_that_is_named_is_one_that_a_pod_may_have(
     """No directory of `keepstep.dev/output` may be called as the checkpoint directory."""
     monkeypatch.setenv("KEEPSTEP_START", "container")
     told: list[Path] = []
-    checkpoints = volume / "checkpoints"
-    settings = Settings(
-        volume=volume, checkpoint_directory=checkpoints, run_directory=checkpoints, socket=volume / "agent.sock"
-    )
-    directories = OutputDirectories(settings, told.append)
+    directories = OutputDirectories(_settings(volume), told.append)
     assert not directories.protects(other_filesystem / folder / "checkpoint-1")
     assert told == [other_filesystem / named]
     assert f"keepstep.dev/output: {other_filesystem / named}, or with" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("output", ["out", "out/fold-0", ".", "/data/out", "/"])
+def test_a_directory_outside_is_told_by_what_records_call_it(output: str, volume: Path) -> None:
+    recorded = OutputDirectories(_settings(volume), lambda _: None).recorded(output)
+    assert recorded.startswith("checkpoints/outside/")
+    # Another process, on another machine perhaps.
+    assert OutputDirectories(_settings(volume), lambda _: None).outside_of(recorded) == Path(output)
+
+
+def test_what_leads_up_or_lies_in_the_volume_is_no_directory_outside(volume: Path) -> None:
+    directories = OutputDirectories(_settings(volume), lambda _: None)
+    assert directories.recorded("../out").startswith("checkpoints/outside/out-")
+    for recorded in (
+        directories.recorded("../out"),
+        "",
+        "checkpoints/out",
+        "checkpoints/outside/relative/../../../etc",
+    ):
+        assert directories.outside_of(recorded) is None
+
+
+def _settings(volume: Path) -> Settings:
+    checkpoints = volume / "checkpoints"
+    return Settings(
+        volume=volume, checkpoint_directory=checkpoints, run_directory=checkpoints, socket=volume / "agent.sock"
+    )

@@ -1,12 +1,14 @@
 """Where a program's output directories lie in the volume, and what records call them.
 
 One outside the volume has a folder of its own in the checkpoint directory, by its path as the program gave it: a start
-may have another working directory. What is written to it is linked there if both are of one filesystem, and stored.
+may have another working directory. What is written to it is linked there if both are of one filesystem, and stored. The
+folder's name tells the path, so that a checkpoint can be put back on a new disk.
 """
 
 import os
 from collections.abc import Callable
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from typing import Final
 
 from keepstep.autoload.post_import import warn
 from keepstep.checkpoints.links import may_link
@@ -14,6 +16,10 @@ from keepstep.checkpoints.local_checkpoints import directory_in
 from keepstep.settings import Settings
 from keepstep_api import names
 from keepstep_api.records import CHECKPOINT_DIRECTORY, directory_key
+
+_OUTSIDE: Final = "outside"
+_ROOTS: Final = {"relative": Path(), "absolute": Path("/")}
+"""What the paths of directories outside begin at, by the folder that theirs lie in."""
 
 
 class OutputDirectories:
@@ -42,10 +48,23 @@ class OutputDirectories:
         if self.holds(absolute / "checkpoint"):
             return absolute
         if absolute not in self._places:
-            is_plain = not output.is_absolute() and ".." not in output.parts
-            name = output if is_plain else f"{output.name}-{directory_key(str(output))}"
-            self._places[absolute] = self._settings.checkpoint_directory / name
+            root = "absolute" if output.is_absolute() else "relative"
+            is_plain = ".." not in output.parts
+            name = output.relative_to(_ROOTS[root]) if is_plain else f"{output.name}-{directory_key(str(output))}"
+            self._places[absolute] = self._outside / (root if is_plain else "") / name
         return self._places[absolute]
+
+    def outside_of(self, recorded: str) -> Path | None:
+        """Return the directory outside the volume that records call so; None if it is none, or its path is not told."""
+        for root, begins_at in _ROOTS.items():
+            folder, directory = self._recorded(self._outside / root), PurePosixPath(recorded)
+            if directory.is_relative_to(folder) and ".." not in directory.parts:
+                return begins_at / directory.relative_to(folder)
+        return None
+
+    @property
+    def _outside(self) -> Path:
+        return self._settings.checkpoint_directory / _OUTSIDE
 
     def file_under(self, directory: Path, output: Path) -> None:
         """Let what is saved in `directory` belong to the output directory `output`."""

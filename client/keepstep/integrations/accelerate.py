@@ -202,6 +202,9 @@ class _Loop:
             self._over = True
             _log.warning("Accelerate is not protected: error=%s hint=%s", error, error.hint)
             return
+        if not self._project.automatic_checkpoint_naming:
+            # Accelerate refuses an automatic name that is taken, and a program that begins anew counts from 0.
+            self._run.put_back()
         if _training is not None and owns(Owner.ACCELERATE):
             _log.warning("an earlier Accelerator is no longer protected: the one that prepared an optimizer last is")
         _training = self
