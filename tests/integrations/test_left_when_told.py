@@ -65,3 +65,14 @@ def test_a_loop_that_has_saved_nothing_yet_ends_with_75(tmp_path: Path) -> None:
         run.signal(signal.SIGTERM)
         assert run.wait() == 75, run.output()
         assert "keepstep: not durable: nothing was stored" in run.output()
+
+
+def test_a_loop_whose_saves_nobody_stores_ends_with_75(tmp_path: Path) -> None:
+    """Fabric's loops are the program's own, and so are their saves."""
+    pytest.importorskip("lightning.fabric")
+    command = (sys.executable, str(Path(__file__).with_name("fabric_program.py")), str(tmp_path / "out"))
+    with RunProcess(tmp_path / "v", f"file://{tmp_path}/store", command=command, autoload=True) as run:
+        wait_until(lambda: "step=2" in run.output(), HANG_SECONDS, "it trains")
+        run.signal(signal.SIGTERM)
+        assert run.wait() == 75, run.output()
+        assert "keepstep: not durable: nothing was stored" in run.output()
