@@ -8,9 +8,10 @@ from typing import Any, cast
 
 import pytest
 from structlog.testing import capture_logs
+from tests.core.play import settings
 
+from keepstep_agent.core.agent.state import State
 from keepstep_agent.core.errors import ErrorKind, VolumeError
-from keepstep_agent.core.policies.progress import Progress
 from keepstep_agent.runtime.monitors.monitors import Monitors
 from keepstep_agent.runtime.monitors.ranks import RanksLook
 
@@ -36,9 +37,8 @@ async def test_a_trouble_that_lasts_is_told_once_and_again_when_it_changes(
     tmp_path: Path, executor: ThreadPoolExecutor
 ) -> None:
     live_ranks = _Presence()
-    state = SimpleNamespace(alive_ranks=frozenset(), progress=Progress(), are_trainers_stuck=lambda now: False)
     monitors = Monitors(
-        engine=cast(Any, SimpleNamespace(state=state)),
+        engine=cast(Any, SimpleNamespace(state=State(settings=settings()))),
         clock=cast(Any, SimpleNamespace(now=lambda: 0.0)),
         live_ranks=cast(Any, live_ranks),
         executor=executor,

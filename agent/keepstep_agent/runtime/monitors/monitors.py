@@ -125,6 +125,8 @@ class Monitors:
         self._steps = StepWatch(engine, clock)
         self._meter = VolumeMeter(Path(settings.volume))
         self._look = asyncio.Event()
+        self._looking = asyncio.Lock()
+        self._looked_since_notice = False
         self._clients_gone = asyncio.Event()
         self._clients_seen = False
         self._unknown = ""
@@ -191,8 +193,14 @@ class Monitors:
     def look_soon(self) -> None:
         self._look.set()
 
-    async def look_at_ranks(self, *, at_notice: bool = False) -> None:
-        """Tell the core which ranks are alive. Those that are gone `at_notice` have died before it."""
+    async def look_at_ranks(self) -> None:
+        """Tell the core which ranks are alive, and how others have ended."""
+        # One after the other: an older look must not bring back what is gone.
+        async with self._looking:
+            await self._look_at_ranks()
+
+    async def _look_at_ranks(self) -> None:
+        noticed = self._engine.state.termination.noticed
         try:
             look = await self._run(self._live_ranks.look)
         except KeepstepError as error:
@@ -214,10 +222,12 @@ class Monitors:
             elif not alive:
                 self._clients_gone.set()
             gone = self._engine.state.alive_ranks - alive
-            await self._see_ranks(alive, ended=frozenset() if at_notice else gone)
+            # What is gone at the first look after a notice may have died before it.
+            await self._see_ranks(alive, ended=gone, after_notice=noticed and self._looked_since_notice)
+        self._looked_since_notice = noticed
         await self._steps.take(look)
 
-    async def _see_ranks(self, alive: frozenset[int], *, ended: frozenset[int] | None) -> None:
+    async def _see_ranks(self, alive: frozenset[int], *, ended: frozenset[int] | None, after_notice: bool) -> None:
         """Tell the core which ranks are alive, and how others have ended: `ended`, or all of this life if None."""
         since = self._engine.state.termination.begun_at
         last = await self._run(self._live_ranks.last_steps, ended, since) if ended is None or ended else ()
@@ -227,7 +237,7 @@ class Monitors:
             alive=alive,
             left=any(record.leaving for record in last),
             lost_at=max((one.step for one in last if one.leaving is Leaving.LOST), default=None),
-            cut_short=max(cut_short, key=lambda sign: sign.step, default=None),
+            cut_short=max(cut_short, key=lambda sign: sign.step, default=None) if after_notice else None,
         )
         await self._engine.submit(seen)
 
@@ -267,7 +277,7 @@ class Monitors:
         log.warning("termination.noticed", source=source, deadline=deadline)
         # First, because every look may take long on a volume or a store that hangs.
         await self._engine.submit(TerminationNoticed(at=now, deadline=deadline, source=source))
-        await self.look_at_ranks(at_notice=True)
+        await self.look_at_ranks()
         say_what_is_open(self._engine.state, source, self._clock.now())
         # Wakes `watch_ranks`, which looks more often until the end.
         self.look_soon()
@@ -336,7 +346,7 @@ class Monitors:
         termination = self._engine.state.termination
         if trainers_gone and termination.noticed:
             # Some may have ended while no agent looked.
-            await self._see_ranks(self._engine.state.alive_ranks, ended=None)
+            await self._see_ranks(self._engine.state.alive_ranks, ended=None, after_notice=True)
         if termination.left and termination.cut_short is None:
             # A launcher may have failed of it, but no writer has.
             failed_at = None
