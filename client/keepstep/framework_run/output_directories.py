@@ -5,18 +5,24 @@ may have another working directory. What is written to it is linked there if bot
 folder's name tells the path, so that a checkpoint can be put back on a new disk.
 """
 
+import logging
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path, PurePosixPath
-from typing import Final
+from typing import ClassVar, Final
 
 from keepstep.autoload.post_import import warn
-from keepstep.checkpoints.links import may_link
-from keepstep.checkpoints.local_checkpoints import directory_in
+from keepstep.checkpoints.links import may_link, put_beside
+from keepstep.checkpoints.local_checkpoints import LocalCheckpoints, directory_in
+from keepstep.checkpoints.records import is_whole, read_records
+from keepstep.errors import KeepstepError
+from keepstep.rank_context import RankContext
 from keepstep.settings import Settings
 from keepstep_api import names
 from keepstep_api.records import CHECKPOINT_DIRECTORY, directory_key
 
+_log: Final = logging.getLogger("keepstep")
 _OUTSIDE: Final = "outside"
 _ROOTS: Final = {"relative": Path(), "absolute": Path("/")}
 """What the paths of directories outside begin at, by the folder that theirs lie in."""
@@ -25,13 +31,18 @@ _ROOTS: Final = {"relative": Path(), "absolute": Path("/")}
 class OutputDirectories:
     """The output directories of one process. `linkable`: false once a link was refused.
 
-    `tell_unprotected` is called with each directory that nobody stores.
+    `tell_unprotected` is called with each directory that nobody stores. `context`: as of the session.
     """
 
-    def __init__(self, settings: Settings, tell_unprotected: Callable[[Path], None]) -> None:
+    _shown: ClassVar[bool] = False
+
+    def __init__(
+        self, settings: Settings, tell_unprotected: Callable[[Path], None], context: Callable[[], RankContext]
+    ) -> None:
         self.linkable = True
         self._settings = settings
         self._tell_unprotected = tell_unprotected
+        self._context = context
         self._outputs: dict[str, str] = {}
         """To which output directory belongs what is saved in a directory, if that is another one."""
         self._places: dict[Path, Path] = {}
@@ -61,6 +72,41 @@ class OutputDirectories:
             if directory.is_relative_to(folder) and ".." not in directory.parts:
                 return begins_at / directory.relative_to(folder)
         return None
+
+    def show_outside(self) -> None:
+        """Link the newest checkpoint of each directory outside to its place there, if nothing is at it.
+
+        For programs that look for it themselves: all ranks call this before they look. Does so once in a process, and
+        not with lazy restore, where nothing is here yet.
+        """
+        if OutputDirectories._shown or self._settings.lazy:
+            return
+        OutputDirectories._shown = True
+        # If this process cannot be protected, its next call says so.
+        with suppress(KeepstepError):
+            context = self._context()
+            if context.leads_pod:
+                self._show_outside(context.local)
+            context.coordinator.agree("shown outside")
+
+    def _show_outside(self, local: LocalCheckpoints) -> None:
+        shown: set[Path] = set()
+        for record in read_records(local.records):
+            directory, place = self.outside_of(record.directory), local.place(record)
+            if directory is None or directory in shown or not is_whole(record, place):
+                continue
+            shown.add(directory)
+            path = directory / record.name
+            if os.path.lexists(path):
+                continue
+            if not self.links(path):
+                warn(f"step {record.step} is in {place}, and not in {directory}: it cannot be linked there")
+                continue
+            try:
+                put_beside(place, path)
+                warn(f"step {record.step} is back in {path}")
+            except OSError as error:
+                _log.warning("not put back: path=%s error=%s", path, error)
 
     @property
     def _outside(self) -> Path:

@@ -20,8 +20,7 @@ from keepstep.asynchronous_saves.background_writer import BackgroundWriter
 from keepstep.asynchronous_saves.save_functions import handing_in
 from keepstep.autoload.post_import import reason, warn
 from keepstep.checkpoints.links import break_links, link_tree, put_beside
-from keepstep.checkpoints.local_checkpoints import LocalCheckpoints
-from keepstep.checkpoints.records import Kind, Record, is_whole, read_records
+from keepstep.checkpoints.records import Kind, Record, read_records
 from keepstep.checkpoints.trainings import is_taken
 from keepstep.errors import ErrorKind, KeepstepError, UsageError
 from keepstep.framework_run.after_save import BackgroundWrites, UnannouncedSave, wait_until_quiet
@@ -51,7 +50,6 @@ class FrameworkRun:
     """Whether a framework's training is under way in this process."""
     _trained: ClassVar[set[str]] = set()
     """The output directories of the trainings of this process."""
-    _has_put_back: ClassVar[bool] = False
 
     def __init__(self) -> None:
         """Raises UsageError or VolumeError."""
@@ -59,7 +57,9 @@ class FrameworkRun:
         self._pending: PendingSave | None = None
         self._exit_asked = False
         self._given_up = False
-        self.directories: Final = OutputDirectories(self._session.settings, self._session.agent.tell_unprotected)
+        self.directories: Final = OutputDirectories(
+            self._session.settings, self._session.agent.tell_unprotected, self._session.context
+        )
         self._writes = BackgroundWrites()
         self._writer = BackgroundWriter()
         self._copied_step = -1
@@ -447,11 +447,9 @@ class FrameworkRun:
             publication = saved.publication
             with saved.claim:
                 if saved.outside is not None and kind is not None:
-                    saved.in_place = self._link(saved)
-                    if saved.in_place and self._session.context().leads_pod:
-                        self._session.context().local.drop_older_links(
-                            saved.path, saved.outside.parent, spared=self._resumed
-                        )
+                    saved.in_place, context = self._link(saved), self._session.context()
+                    if saved.in_place and context.leads_pod:
+                        context.local.drop_older_links(saved.path, saved.outside.parent, spared=self._resumed)
                 if not saved.in_place:
                     return
                 if publication is not None and kind is None:
@@ -568,8 +566,8 @@ class FrameworkRun:
         """Return the step of a checkpoint that Keepstep recorded or restored; None for any other."""
         local = self._session.context().local
         places = {path.resolve(), (self.directories.in_volume(path.parent) / path.name).resolve()}
-        records = read_records(local.records)
-        return next((record.step for record in records if local.place(record).resolve() in places), None)
+        found = (one for one in read_records(local.records) if local.place(one).resolve() in places)
+        return next((record.step for record in found), None)
 
     def newest(self, *outputs: str | Path) -> Path | None:
         """Return the checkpoint to resume from, the same on all ranks; None to start from step 0.
@@ -603,43 +601,6 @@ class FrameworkRun:
             return chosen
         place = self._session.context().local.place(chosen)
         return SomeFiles(place=place, directory=place, files=())
-
-    def put_back(self) -> None:
-        """Give the newest checkpoint of each directory outside the volume its place there, once in a process.
-
-        For programs that look for it themselves. All ranks call this before they look. With lazy restore nothing is
-        here yet.
-        """
-        if FrameworkRun._has_put_back or self._session.settings.lazy:
-            return
-        FrameworkRun._has_put_back = True
-
-        def put_back() -> None:
-            context = self._session.context()
-            if context.leads_pod:
-                self._put_back_here(context.local)
-            context.coordinator.agree(f"put back/{self._session.next_number()}")
-
-        self._unless_given_up(put_back, otherwise=None)
-
-    def _put_back_here(self, local: LocalCheckpoints) -> None:
-        done: set[Path] = set()
-        for record in read_records(local.records):
-            directory, place = self.directories.outside_of(record.directory), local.place(record)
-            if directory is None or directory in done or not is_whole(record, place):
-                continue
-            done.add(directory)
-            path = directory / record.name
-            if os.path.lexists(path):
-                continue
-            if not self.directories.links(path):
-                warn(f"step {record.step} is in {place}, and not in {directory}: it cannot be linked there")
-                continue
-            try:
-                put_beside(place, path)
-                warn(f"step {record.step} is back in {path}")
-            except OSError as error:
-                _log.warning("not put back: path=%s error=%s", path, error)
 
     def bring(self, path: Path, output: str | Path) -> None:
         """Have a checkpoint there that a restored state refers to, such as the best one, and say if it cannot be had.

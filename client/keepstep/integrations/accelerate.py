@@ -204,7 +204,7 @@ class _Loop:
             return
         if not self._project.automatic_checkpoint_naming:
             # Accelerate refuses an automatic name that is taken, and a program that begins anew counts from 0.
-            self._run.put_back()
+            self._run.directories.show_outside()
         if _training is not None and owns(Owner.ACCELERATE):
             _log.warning("an earlier Accelerator is no longer protected: the one that prepared an optimizer last is")
         _training = self

@@ -50,7 +50,7 @@ def install(engine: Any) -> None:
         _log.warning("an earlier DeepSpeedEngine is no longer protected: the one that was made last is")
     _current = training
     if owns(Owner.DEEPSPEED):
-        training.run.put_back()
+        training.run.directories.show_outside()
     if training.run.is_asynchronous(by_default=False):
         # ZeRO's optimizers train a copy of the model, and rank 0 saves both.
         training.run.expect_saves(engine.module if engine.global_rank == 0 else None)

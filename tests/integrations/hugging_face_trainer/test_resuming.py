@@ -91,7 +91,7 @@ def test_the_newer_is_taken_of_its_own_directory_and_what_was_saved_just_in_time
     with leaving():
         # It begins with step 7, and is stopped when the directory has step 8.
         train(go_on(At("on_step_end", 9, terminate)), resume_from_checkpoint=newest())
-    (just_in_time,) = (volume / "checkpoints").glob("elsewhere-*/checkpoint-9")
+    (just_in_time,) = (volume / "checkpoints").glob("outside/**/elsewhere/checkpoint-9")
     shutil.rmtree(just_in_time)
     train(go_on(), resume_from_checkpoint=newest())
     assert trained == [[1, 2, 3, 4, 5, 6], [7, 8, 9], [9, 10, 11, 12]]

@@ -234,7 +234,7 @@ def test_the_last_checkpoint_is_the_newer_of_the_programs_and_what_was_saved_jus
 
     assert steps(stop(go_on(At("on_train_batch_end", 6, terminate)), ckpt_path="last")) == [1, 2, 3, 4, 5, 6]
     assert steps(stop(go_on(At("on_train_batch_end", 9, terminate)), ckpt_path="last")) == [7, 8, 9]
-    for path in (volume / "checkpoints").glob("elsewhere-*/keepstep-*"):
+    for path in (volume / "checkpoints").glob("outside/**/elsewhere/keepstep-*"):
         path.unlink()
     # What the program saved on a disk of its own after step 8.
     assert steps(fit(go_on(), ckpt_path="last"))[0] == 9
