@@ -1,5 +1,7 @@
 """Hints that a directory has changed, where the kernel gives none for a while."""
 
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -71,3 +73,20 @@ def test_files_at_any_depth_give_hints_but_ignored_ones_do_not(tmp_path: Path) -
     logs = [path for path in asked if path.endswith("train.log")]
     assert logs
     assert len(noticed) == len(asked) - len(logs)
+
+
+_TWICE = """
+import sys
+from watchdog.observers.inotify_c import InotifyConstants, InotifyFD
+import keepstep_agent.adapters.output.directory_hints
+watches = InotifyFD.get_instance()
+for _ in range(2):
+    watches.add_callback(sys.argv[1].encode(), InotifyConstants.IN_CREATE, print, "one")
+"""
+
+
+def test_a_new_folder_that_is_heard_of_twice_causes_no_warning(tmp_path: Path) -> None:
+    """As watchdog does when a folder appears in a folder that it has just begun to watch."""
+    command = (sys.executable, "-c", _TWICE, str(tmp_path))
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=HANG_SECONDS, check=True)
+    assert ended.stderr == ""

@@ -133,3 +133,18 @@ def test_files_are_examined_by_their_format(volume: Path) -> None:
     broken, whole = directories.examine(["out/a.safetensors", "out/b.safetensors", "out/step-1/model", "out/gone"])
     assert set(broken) == {"out/a.safetensors", "out/gone"}
     assert whole == {"out/b.safetensors"}
+
+
+def test_what_the_program_has_replaced_does_not_count_as_unread(volume: Path) -> None:
+    model = volume / "out/step-1/model"
+    os.utime(model, ns=(10**18, 10**18))
+    restored = {path: seen for path, seen in look(volume).files.items() if path == "out/step-1/model"}
+    directories = OutputDirectories(volume, [str(volume / "out")])
+    (volume / ".keepstep").mkdir()
+    if not directories.unread(restored):
+        pytest.skip("this filesystem does not keep the time of reads")
+    (volume / "out/new").write_bytes(b"model")
+    (volume / "out/new").rename(model)
+    # A new file has one time for reads and writes, too.
+    os.utime(model, ns=(2 * 10**18, 2 * 10**18))
+    assert not directories.unread(restored)

@@ -1,5 +1,6 @@
 """Lines on a stderr that others write to as well, as the program of a run does."""
 
+import json
 import os
 import subprocess
 import sys
@@ -34,3 +35,19 @@ def test_a_line_and_its_end_are_one_write(program: str) -> None:
         line = written.read(4096)
         assert line.endswith(b"\n")
         assert written.read(4096) == b""
+
+
+_WARN = """
+import warnings
+from keepstep_agent.runtime.engine.logs import configure_logs
+configure_logs("json")
+warnings.warn("a library is unhappy", RuntimeWarning)
+"""
+
+
+def test_a_warning_of_pythons_is_a_line_like_others() -> None:
+    command = (sys.executable, "-c", _WARN)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=HANG_SECONDS, check=True)
+    line = json.loads(ended.stderr)
+    assert (line["event"], line["level"], line["kind"]) == ("python.warning", "warning", "RuntimeWarning")
+    assert line["message"] == "a library is unhappy"

@@ -7,6 +7,7 @@ directories are silent. Polling finds every change.
 import os
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final
@@ -36,6 +37,8 @@ _CHANGES: Final[list[type[FileSystemEvent]]] = [
     FileModifiedEvent,
     FileMovedEvent,
 ]
+# Of a folder in a new folder watchdog hears twice. The kernel keeps one watch of it all the same.
+warnings.filterwarnings("ignore", "Callback with id .* already exists", RuntimeWarning)
 _STOP_TIMEOUT_SECONDS: Final = 5.0
 _RETRY_SECONDS: Final = 30.0
 

@@ -68,14 +68,15 @@ class OutputDirectories:
                 problems[label] = f"it cannot be read: {error.strerror}"
         return OutputScan(files=files, links=links, problems=problems, missing=missing)
 
-    def unread(self, paths: Collection[str]) -> bool:
-        """Whether all these files are there, and none was read since restore gave it one time for reads and writes.
+    def unread(self, restored: Mapping[str, Fingerprint]) -> bool:
+        """Whether all these files are as restore brought them, and none was read since.
 
-        False where the filesystem does not keep the time of reads.
+        Restore gave each one time for reads and writes; so does a program that replaces it with a new file. False where
+        the filesystem does not keep the time of reads.
         """
-        if not paths or not self._keeps_times_of_reads():
+        if not restored or not self._keeps_times_of_reads():
             return False
-        for path in paths:
+        for path, brought in restored.items():
             above, _, name = path.rpartition("/")
             try:
                 with self.folder(above) as folder:
@@ -83,7 +84,7 @@ class OutputDirectories:
             except OSError:
                 # It has been deleted, perhaps after it was read.
                 return False
-            if status.st_atime_ns != status.st_mtime_ns:
+            if fingerprint(status) != brought or status.st_atime_ns != status.st_mtime_ns:
                 return False
         return True
 

@@ -128,7 +128,7 @@ def check_link(path: str, target: str) -> str:
     names = target.split("/")
     ups = next((position for position, name in enumerate(names) if name != ".."), len(names))
     if target.startswith("/") or ".." in names[ups:] or ups > path.count("/") - 1 or "\0" in target:
-        raise _bad_name(f"{path!r} is a link to {target[:60]!r}, which leads elsewhere", "use a link inside it")
+        raise _bad_name(f"{path!r} is a link to {target!r}, which leads elsewhere", "use a link inside it")
     return target
 
 

@@ -7,6 +7,8 @@ import contextlib
 import io
 import logging
 import sys
+import warnings
+from pathlib import PurePath
 from typing import TextIO, cast
 
 import structlog
@@ -15,7 +17,7 @@ from keepstep_agent.core.errors import printable
 
 
 def configure_logs(log_format: str) -> None:
-    """Log one line per event on stderr: a constant event name and its fields."""
+    """Log one line per event on stderr, also of Python's warnings: a constant event name and its fields."""
     renderers: list[structlog.typing.Processor] = (
         [structlog.processors.JSONRenderer()]
         if log_format == "json"
@@ -32,6 +34,20 @@ def configure_logs(log_format: str) -> None:
         # The program of a run writes to stderr too. A line and its end are one write, so that lines do not mix.
         logger_factory=structlog.WriteLoggerFactory(file=_stderr()),
         cache_logger_on_first_use=False,
+    )
+    warnings.showwarning = _log_warning
+
+
+def _log_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    structlog.get_logger("keepstep.python").warning(
+        "python.warning", kind=category.__name__, message=str(message), where=f"{PurePath(filename).name}:{lineno}"
     )
 
 

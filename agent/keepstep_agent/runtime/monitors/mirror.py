@@ -83,7 +83,7 @@ class Mirror:
         self._moments: QuietMoments | None = None
         self._files: Mapping[str, Fingerprint] = {}
         # The files that restore brought, as long as nobody has read them.
-        self._restored: list[str] = []
+        self._restored: Mapping[str, Fingerprint] = {}
         # New folders that the last plan has left out.
         self._incomplete: frozenset[str] = frozenset()
         # Whether the last look found nothing new, with no program that could still write.
@@ -271,8 +271,9 @@ class Mirror:
         await self._snapshots.begin()
         base = self._snapshots.base
         self._moments = QuietMoments({**self._snapshots.pinned, **base.others})
-        restored = [path for path in (*base.files, *base.others) if not is_log(path)]
-        self._restored = restored if await self._run(self._output.unread, restored) else []
+        brought = {**{path: held.fingerprint for path, held in base.files.items()}, **base.others}
+        restored = {path: seen for path, seen in brought.items() if not is_log(path)}
+        self._restored = restored if await self._run(self._output.unread, restored) else {}
 
     async def _take(
         self,
