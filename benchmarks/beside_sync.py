@@ -185,7 +185,7 @@ def page(results: Sequence[Result], scenario: Scenario) -> str:
         *map(_row, results),
         "",
         "Saves lost: how many complete saves were newer than the one that came back. A sync each few seconds stores",
-        "newer ones than a snapshot does, which waits for three quiet seconds and comes at most every ten.",
+        "newer ones than a snapshot does, which waits for two quiet seconds and comes at most every ten.",
         "",
         *_reasons(results),
         "| goal | measured | met |",

@@ -307,7 +307,7 @@ def page(
             f"{os.cpu_count()} cores ({platform.machine()}, Python {platform.python_version()}). At its end the "
             f"machine had {os.getloadavg()[0]:.1f} processes to run. Bytes and CPU are those of one snapshot, from the "
             "beginning of the write until the commit: the median, and the most in brackets. Pinned: from the end of "
-            "the write until the program may write again without an effect on the snapshot. Three of these seconds "
+            "the write until the program may write again without an effect on the snapshot. Two of these seconds "
             "are the quiet that the agent waits for.",
             118,
         ),

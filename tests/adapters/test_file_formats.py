@@ -2,15 +2,18 @@
 
 import io
 import json
+import sqlite3
 import tracemalloc
 import zipfile
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from keepstep_agent.adapters.output import file_formats
-from keepstep_agent.adapters.output.file_formats import Proof, prove
+from keepstep_agent.adapters.output.file_formats import prove
 from keepstep_agent.core.limits import TRAINER_STATE_BYTES
+from keepstep_agent.core.mirror.file_states import Proof
 
 _MANY_TENSORS = b"{" + b",".join(b'"%07d":{}' % number for number in range(200_000)) + b"}"
 
@@ -121,9 +124,10 @@ def _hdf5(version: int) -> bytes:
 
 
 @pytest.mark.parametrize("version", [0, 2])
-def test_an_hdf5_file_is_whole_if_it_is_as_long_as_its_superblock_says(tmp_path: Path, version: int) -> None:
+def test_an_hdf5_file_is_broken_if_it_is_shorter_than_its_superblock_says(tmp_path: Path, version: int) -> None:
     content = _hdf5(version)
-    assert _proof(tmp_path, "model.weights.h5", content) is Proof.WHOLE
+    # Its program may write into it again, which shows nowhere.
+    assert _proof(tmp_path, "model.weights.h5", content) is Proof.NONE
     for cut in (0, 20, len(content) - 1):
         assert _proof(tmp_path, "model.weights.h5", content[:cut]) is Proof.BROKEN
 
@@ -133,3 +137,32 @@ def test_a_keras_archive_that_is_no_zip_is_broken_and_a_tar_shows_nothing(tmp_pa
     assert _proof(tmp_path, "model.keras", b"x" * 100) is Proof.BROKEN
     assert _proof(tmp_path, "model.pth.tar", b"x" * 100) is Proof.NONE
     assert _proof(tmp_path, "model.pth.tar", _zip(3)[:-1]) is Proof.BROKEN
+
+
+def test_a_json_file_is_whole_if_it_parses_and_only_a_trainer_state_must(tmp_path: Path) -> None:
+    assert _proof(tmp_path, "progress.json", b'{"step": 1, "loss": NaN}') is Proof.WHOLE
+    assert _proof(tmp_path, "progress.json", b'{"step": 1, "lo') is Proof.NONE
+    assert _proof(tmp_path, "progress.json", b'{"step": 1}\n{"step": 2}\n') is Proof.NONE
+    assert _proof(tmp_path, "trainer_state.json", b'{"step": 1, "lo') is Proof.BROKEN
+
+
+def test_a_sqlite_database_and_its_log_are_whole_at_any_instant(tmp_path: Path) -> None:
+    database = tmp_path / "study.db"
+    with closing(sqlite3.connect(database)) as connection:
+        connection.execute("PRAGMA journal_mode = WAL")
+        connection.execute("CREATE TABLE one (value TEXT)")
+        connection.execute("INSERT INTO one VALUES ('x')")
+        connection.commit()
+        assert _proof(tmp_path / "..", f"{tmp_path.name}/study.db-wal", Path(f"{database}-wal").read_bytes()) is (
+            Proof.ANY_INSTANT
+        )
+    content = database.read_bytes()
+    assert _proof(tmp_path, "any name", content) is Proof.ANY_INSTANT
+    # A copy that is being made.
+    assert _proof(tmp_path, "any name", content[:-1]) is Proof.NONE
+    assert _proof(tmp_path, "study.db-wal", b"no log") is Proof.NONE
+    assert _proof(tmp_path, "study.db-journal", b"") is Proof.ANY_INSTANT
+
+
+def test_an_lmdb_environment_is_whole_at_any_instant(tmp_path: Path) -> None:
+    assert _proof(tmp_path, "data.mdb", bytes(16) + b"\xde\xc0\xef\xbe" + bytes(100)) is Proof.ANY_INSTANT

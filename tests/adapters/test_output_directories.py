@@ -55,7 +55,7 @@ def test_a_look_shows_every_file_and_link_by_the_name_of_its_directory(volume: P
 
 def test_a_directory_that_is_not_there_yet_is_empty(volume: Path) -> None:
     found = look(volume, volume / "later")
-    assert found.missing
+    assert found.missing == {"later"}
     assert not found.files
 
 
@@ -122,17 +122,34 @@ def test_a_file_that_is_gone_since_the_look_is_missing(volume: Path) -> None:
     assert raised.value.kind is ErrorKind.FILE_MISSING
 
 
+def test_a_file_that_changed_since_the_look_costs_itself_and_its_group_alone(volume: Path) -> None:
+    for name in ("a", "b", "c"):
+        (volume / "out" / name).write_text(name)
+    found = look(volume)
+    (volume / "out/b").write_text("other")
+    (volume / "out/train.log").unlink()
+    groups = {"out/a": 1, "out/b": 1, "out/c": 2, "out/train.log": None}
+    request = StageRequest(
+        save="save",
+        rank=0,
+        path=str(volume / "out"),
+        files=(),
+        private=False,
+        descriptor=StagedDescriptor(announcements=()),
+        sources=tuple(
+            SourceFile(path=path, fingerprint=found.files[path], method=PinMethod.LINK, group=group)
+            for path, group in groups.items()
+        ),
+    )
+    staging = LocalStagingArea(volume, [str(volume / "out")])
+    staged = staging.stage(request)
+    assert [file.path for file in staged] == ["out/c"]
+    assert staging.stage(request) == staged
+    assert not (volume / ".keepstep/staged/save/rank-00000/out/a").exists()
+
+
 def test_a_snapshot_that_only_leaves_files_out_pins_none(volume: Path) -> None:
     assert stage(volume, PinMethod.LINK) == ()
-
-
-def test_files_are_examined_by_their_format(volume: Path) -> None:
-    (volume / "out/a.safetensors").write_bytes(b"x")
-    (volume / "out/b.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
-    directories = OutputDirectories(volume, [str(volume / "out")])
-    broken, whole = directories.examine(["out/a.safetensors", "out/b.safetensors", "out/step-1/model", "out/gone"])
-    assert set(broken) == {"out/a.safetensors", "out/gone"}
-    assert whole == {"out/b.safetensors"}
 
 
 def test_what_the_program_has_replaced_does_not_count_as_unread(volume: Path) -> None:
@@ -148,3 +165,37 @@ def test_what_the_program_has_replaced_does_not_count_as_unread(volume: Path) ->
     # A new file has one time for reads and writes, too.
     os.utime(model, ns=(2 * 10**18, 2 * 10**18))
     assert not directories.unread(restored)
+
+
+def test_a_file_with_another_inode_is_settled_once_it_was_renamed(volume: Path) -> None:
+    output = OutputDirectories(volume, [str(volume / "out")])
+    before = output.scan((), {}).files
+    model = volume / "out/step-1/model"
+    model.write_bytes(b"written in place")
+    assert not output.scan((), before).settled
+    new = volume / "new"
+    new.write_bytes(b"whole")
+    os.utime(new, ns=(1, 1))
+    new.rename(model)
+    assert output.scan((), before).settled == {"out/step-1/model"}
+
+
+def test_an_absolute_link_that_stays_inside_is_seen_as_a_relative_one(volume: Path, tmp_path: Path) -> None:
+    (tmp_path / "name").symlink_to(volume)
+    links = {
+        "out/latest": volume / "out/step-1",
+        "out/step-1/up": volume / "out/step-1/../train.log",
+        "out/by-name": tmp_path / "name/out/step-1",
+        "out/away": Path("/etc/passwd"),
+        "out/beside": volume / "other",
+    }
+    for path, target in links.items():
+        (volume / path).symlink_to(target)
+    found = OutputDirectories(tmp_path / "name", [str(tmp_path / "name/out")]).scan((), {}).links
+    assert found == {
+        "out/latest": "step-1",
+        "out/step-1/up": "../train.log",
+        "out/by-name": "step-1",
+        "out/away": "/etc/passwd",
+        "out/beside": str(volume / "other"),
+    }

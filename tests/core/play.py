@@ -183,11 +183,17 @@ class Play:
         )
 
     def take_snapshot(
-        self, save: str, sizes: tuple[int, ...] = (PART_BYTES,), *, kept: tuple[FileEntry, ...] = ()
+        self,
+        save: str,
+        sizes: tuple[int, ...] = (PART_BYTES,),
+        *,
+        kept: tuple[FileEntry, ...] = (),
+        instead: tuple[FileEntry, ...] = (),
+        pinned: int | None = None,
     ) -> tuple[Command, ...]:
-        """A snapshot that sends files of these sizes is announced, and they are staged at once."""
+        """A snapshot that sends files of these sizes is announced, and the first `pinned` are staged at once."""
         number = self.steps.setdefault(save, len(self.steps) + 1)
-        self.sizes[save, 0] = sizes
+        self.sizes[save, 0] = sizes[:pinned]
         files = tuple(
             SourceFile(
                 path=f"out/{save}-{index}",
@@ -197,7 +203,7 @@ class Play:
             for index, size in enumerate(sizes)
         )
         info = SaveInfo(save=save, name="node-0", step=number, kind=Kind.SNAPSHOT, world_size=1)
-        content = SnapshotContent(base=None, kept=kept, files=files)
+        content = SnapshotContent(base=None, kept=kept, files=files, instead=instead)
         event = Announced(
             at=self.now, info=info, rank=0, path="/volume/out", files=(), local_world_size=1, snapshot=content
         )

@@ -2,20 +2,10 @@
 
 from dataclasses import replace
 
-import pytest
-
 from keepstep_agent.core.mirror.base import HeldFile, MirrorBase, decode_base, encode_base
+from keepstep_agent.core.mirror.output_history import Decision
 from keepstep_agent.core.mirror.output_scan import OutputScan
-from keepstep_agent.core.mirror.plan import (
-    FolderKinds,
-    SnapshotPlan,
-    Together,
-    changed_files,
-    plan_snapshot,
-    sent_together,
-    stored_together,
-    unfinished_folders,
-)
+from keepstep_agent.core.mirror.plan import SnapshotPlan, plan_snapshot
 from keepstep_agent.core.model import FileEntry, Fingerprint, Owner, PinMethod, SnapshotId
 
 
@@ -47,8 +37,7 @@ def plan(
     *,
     links: dict[str, str] | None = None,
     problems: dict[str, str] | None = None,
-    held_back: frozenset[str] = frozenset(),
-    broken: dict[str, str] | None = None,
+    decision: Decision | None = None,
     pinned_before: dict[str, Fingerprint] | None = None,
     budget_bytes: int | None = None,
 ) -> SnapshotPlan:
@@ -57,8 +46,7 @@ def plan(
     return plan_snapshot(
         scan,
         base,
-        held_back=held_back,
-        broken=broken or {},
+        decision or Decision(),
         pinned_before=known if pinned_before is None else pinned_before,
         budget_bytes=budget_bytes,
     )
@@ -98,7 +86,8 @@ def test_a_renamed_file_is_not_sent_again() -> None:
 
 def test_a_file_that_is_rewritten_in_place_is_copied_and_a_log_as_it_is() -> None:
     base = base_of(held("out/ckpt.pt", seen(5)), held("out/a.log", seen(5, inode=2)))
-    found = plan({"out/ckpt.pt": seen(5, mtime_ns=9), "out/a.log": seen(9, inode=2)}, base)
+    files = {"out/ckpt.pt": seen(5, mtime_ns=9), "out/a.log": seen(9, inode=2)}
+    found = plan(files, base, decision=Decision(growing=frozenset({"out/a.log"})))
     assert sent(found) == {"out/ckpt.pt": PinMethod.COPY, "out/a.log": PinMethod.COPY_AS_IS}
 
 
@@ -110,26 +99,12 @@ def test_a_file_that_an_earlier_snapshot_failed_with_is_copied_too() -> None:
 def test_a_broken_file_keeps_its_last_version_and_a_new_one_is_left_out_and_both_are_told() -> None:
     base = base_of(held("out/a.pt", seen(5)))
     broken = {"out/a.pt": "cut short", "out/b.pt": "cut short"}
-    found = plan({"out/a.pt": seen(3), "out/b.pt": seen(3, inode=2)}, base, broken=broken)
+    found = plan({"out/a.pt": seen(3), "out/b.pt": seen(3, inode=2)}, base, decision=Decision(left_out=broken))
     assert not found.content.files
     assert kept(found) == {"out/a.pt": "out/a.pt"}
     assert found.looks == {"out/a.pt": seen(5)}
     assert found.not_stored == ("out/a.pt: cut short", "out/b.pt: cut short")
     assert not found.is_news
-
-
-def test_a_folder_that_is_held_back_stays_as_it_was_but_for_its_logs() -> None:
-    base = base_of(held("out/x/a", seen(5)))
-    files = {
-        "out/x/a": seen(6),
-        "out/x/new": seen(1, inode=2),
-        "out/x/a.log": seen(1, inode=3),
-        "out/b": seen(1, inode=4),
-    }
-    found = plan(files, base, held_back=frozenset({"out/x"}))
-    assert set(sent(found)) == {"out/b", "out/x/a.log"}
-    assert kept(found) == {"out/x/a": "out/x/a"}
-    assert len(found.not_stored) == 2
 
 
 def test_copies_that_do_not_fit_are_left_out_the_oldest_first() -> None:
@@ -153,85 +128,42 @@ def test_files_of_other_nodes_are_no_part_of_this_nodes_snapshots_until_they_cha
     assert set(sent(plan({"out/a": seen(5), "out/b": seen(6, inode=2)}, base))) == {"out/b"}
 
 
-def test_names_that_cannot_be_stored_are_told() -> None:
-    found = plan({"out/a\nb": seen(5)}, MirrorBase())
-    assert not found.content.files
-    assert "control character" in found.not_stored[0]
-
-
-def test_the_changed_files_are_those_whose_bytes_the_base_has_not() -> None:
-    base = base_of(held("out/a", seen(5)), others={"out/b": seen(5, inode=2)})
-    scan = OutputScan(files={"out/moved": seen(5), "out/b": seen(5, inode=2), "out/c": seen(1, inode=3)})
-    assert changed_files(scan, base) == ["out/c"]
-
-
-MODEL, OPTIMIZER = "out/step-20/model.pt", "out/step-20/optim.pt"
-TOGETHER = sent_together({"out/step-10/model.pt": seen(1), "out/step-10/optim.pt": seen(1, mtime_ns=1)})
-
-
-@pytest.mark.parametrize(
-    ("changed", "recent", "whole", "together", "is_finished"),
-    [
-        ([MODEL, OPTIMIZER], [OPTIMIZER], [OPTIMIZER], TOGETHER, True),
-        ([MODEL, OPTIMIZER], [], [], TOGETHER, True),
-        ([MODEL], [MODEL], [MODEL], TOGETHER, False),
-        ([MODEL, OPTIMIZER], [OPTIMIZER], [], TOGETHER, False),
-        ([MODEL, OPTIMIZER], [OPTIMIZER], [OPTIMIZER], {}, False),
-        ([OPTIMIZER, MODEL], [MODEL], [MODEL], TOGETHER, False),
-    ],
-    ids=[
-        "all-is-there",
-        "long-ago",
-        "a-kind-is-missing",
-        "not-provably-whole",
-        "nothing-is-known-of-it",
-        "the-first-file-of-the-next-save",
-    ],
-)
-def test_when_a_folder_of_a_killed_program_is_finished(
-    changed: list[str], recent: list[str], whole: list[str], together: Together, is_finished: bool
-) -> None:
-    files = {path: seen(1, mtime_ns=number) for number, path in enumerate(changed)}
-    found = unfinished_folders(files, recent=recent, whole=whole, together=together)
-    assert found == (set() if is_finished else {"out/step-20"})
-
-
-def test_a_rank_whose_file_is_missing_is_missed() -> None:
-    together = sent_together({"out/step-10/rank0.pt": seen(1), "out/step-10/rank1.pt": seen(1)})
-    only = {"out/step-20/rank0.pt": seen(1)}
-    assert unfinished_folders(only, recent=only, whole=only, together=together) == {"out/step-20"}
-
-
-def test_what_was_stored_together_is_known_from_the_base_too() -> None:
-    files = [
-        held("out/step-10/model.pt", seen(5), save="s-1"),
-        held("out/step-20/model.pt", seen(5, inode=2, mtime_ns=9), save="s-2"),
-        held("out/step-20/optim.pt", seen(5, inode=3, mtime_ns=10), save="s-2"),
-        held("out/config.json", seen(5, inode=4, mtime_ns=1), save="s-1"),
-        held("out/last.pt", seen(5, inode=5, mtime_ns=9), save="s-2"),
-    ]
-    assert stored_together(base_of(*files)) == {
-        "out/step-#": FolderKinds(
-            counts={"out/step-#/model.pt": 1, "out/step-#/optim.pt": 1}, last="out/step-#/optim.pt"
-        ),
-        "out": FolderKinds(counts={"out/last.pt": 1}, last="out/last.pt"),
-    }
-
-
 def test_while_a_new_file_is_left_out_none_that_it_replaces_is_given_up() -> None:
     base = base_of(held("out/step-10/model", seen(5)))
     new = {"out/step-20/model": seen(5, inode=2)}
-    found = plan(new, base, held_back=frozenset({"out/step-20"}))
+    left_out = Decision(left_out={"out/step-20/model": "cut short"})
+    found = plan(new, base, decision=left_out)
     assert kept(found) == {"out/step-10/model": "out/step-10/model"}
     assert not found.is_news
-    assert set(kept(plan(new, base, broken={"out/step-20/model": "cut short"}))) == {"out/step-10/model"}
     assert not kept(plan(new, base))
+
+
+def test_what_was_deleted_a_moment_ago_is_kept_until_its_successor_may_be_there() -> None:
+    base = base_of(held("out/ckpt-10", seen(5)))
+    found = plan({}, base, decision=Decision(deleted=frozenset({"out/ckpt-10"})))
+    assert not found.is_news
+    assert plan({}, base).is_news
+
+
+def test_what_may_be_kept_instead_is_the_last_version_of_what_is_sent_and_of_what_was_deleted() -> None:
+    base = base_of(held("out/a", seen(5)), held("out/gone", seen(5, inode=2)), held("out/same", seen(5, inode=3)))
+    found = plan({"out/a": seen(6, inode=4), "out/same": seen(5, inode=3)}, base)
+    assert [entry.path for entry in found.content.instead] == ["out/a", "out/gone"]
+
+
+def test_a_group_is_sent_as_a_whole_or_not_at_all() -> None:
+    files = {f"out/{name}": seen(10, inode=number, mtime_ns=number) for number, name in enumerate("abc")}
+    decision = Decision(together={"out/a": 1, "out/c": 1}, copied=frozenset(files))
+    found = plan(files, MirrorBase(), decision=decision, budget_bytes=25)
+    assert set(sent(found)) == {"out/b"}
+    assert len(found.not_stored) == 2
 
 
 def test_a_link_to_what_is_left_out_keeps_its_last_target() -> None:
     base = replace(base_of(held("out/step-10/model", seen(5))), links={"out/latest": "step-10"})
     files = {"out/step-10/model": seen(5), "out/step-20/model": seen(5, inode=2)}
-    left_out = plan(files, base, links={"out/latest": "step-20"}, held_back=frozenset({"out/step-20"}))
+    half = {"out/step-20/model": "it was being written to"}
+    left_out = plan(files, base, links={"out/latest": "step-20"}, decision=Decision(left_out=half))
     assert kept(left_out)["out/latest"] == "step-10"
     assert "out/latest: what it leads to is not stored" in left_out.not_stored
     assert kept(plan(files, base, links={"out/latest": "step-20"}))["out/latest"] == "step-20"

@@ -58,6 +58,20 @@ def test_the_manifest_has_what_was_sent_and_what_was_kept() -> None:
     assert play.phase("one") is Phase.RELEASED
 
 
+def test_a_file_that_could_not_be_pinned_keeps_its_last_version_and_so_does_what_was_deleted() -> None:
+    play = Play()
+    last = replace(KEPT, path="out/one-1", owner=Owner(name="node-0", save="earlier", rank=0, path="out/one-1"))
+    deleted = replace(KEPT, path="out/deleted")
+    play.take_snapshot("one", (5, 6), kept=(LINK,), instead=(last, deleted), pinned=1)
+    seal(play, "one")
+    manifest = manifest_of(play, "one")
+    assert [entry.path for entry in manifest.own_files] == ["out/one-0"]
+    assert set(manifest.files) == {LINK, manifest.own_files[0], last, deleted}
+    play.take_snapshot("two", (5, 6), kept=(LINK,), instead=(replace(last, path="out/two-1"), deleted))
+    seal(play, "two")
+    assert {entry.path for entry in manifest_of(play, "two").files} == {"out/latest", "out/two-0", "out/two-1"}
+
+
 def test_a_snapshot_that_sends_nothing_is_committed() -> None:
     play = Play()
     play.take_snapshot("one", (), kept=(KEPT,))

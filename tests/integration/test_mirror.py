@@ -183,7 +183,9 @@ def test_a_program_that_ignores_what_was_restored_is_told_so_at_its_end(place: P
 
 def test_a_run_that_stored_nothing_says_so_and_its_code_too(place: Place) -> None:
     result = place.run("", code=75)
-    assert "keepstep: not durable: nothing was stored: nothing was announced, and nothing is in " in result.stderr
+    assert (
+        "not durable: nothing was stored: nothing was announced, and nothing that can be stored is in " in result.stderr
+    )
 
 
 def test_no_name_in_an_output_directory_ends_the_agent_or_hides_another(tmp_path: Path) -> None:

@@ -6,6 +6,8 @@ being pruned (then it sends everything), stores its manifest, and commits. Meanw
 each writes a tombstone for each victim, looks what is reserved and what committed snapshots name, deletes the markers,
 and then the objects that nobody else names. A reservation stays as long as N, and counts until N is committed.
 
+The file that y holds has changed since, and N sends it; if it changes once more before it is pinned, N names y instead.
+
 Everybody may crash after any step. N comes back by its journal: what it has decided stands, but it reserves and looks
 again, and is given up if its base is gone. A prune that comes back knows nothing. While N is dead, or given up, an
 orphan collector may remove what it has stored.
@@ -50,12 +52,16 @@ class SnapshotStep(StrEnum):
 
 
 class Snapshot(NamedTuple):
-    """N. `found`: what it has seen of its base since it reserved it. `reuses`: whether its manifest names x and y."""
+    """N. `found`: what it has seen of its base since it reserved it. `reuses`: whether its manifest names x.
+
+    `pinned`: whether it sends the new version of what y holds; otherwise its manifest names y too.
+    """
 
     step: SnapshotStep = SnapshotStep.RESERVE
     dead: bool = False
     found: bool = True
     reuses: bool | None = None
+    pinned: bool | None = None
 
 
 class PruneStep(StrEnum):
@@ -90,7 +96,7 @@ class State(NamedTuple):
 
 
 _OWNS: Final = {"A": frozenset("x"), "B": frozenset("y")}
-_NAMES: Final = {"A": frozenset("x"), "B": frozenset("xy"), "N": frozenset("xy")}
+_NAMES: Final = {"A": frozenset("x"), "B": frozenset("xy")}
 _VICTIMS: Final = (frozenset("A"), frozenset("B"), frozenset("AB"))
 _ROUNDS: Final = 1
 
@@ -150,9 +156,11 @@ class Model:
                     yield "N is given up", state._replace(snapshot=given_up)
                 else:
                     decided = snapshot.found if snapshot.reuses is None else snapshot.reuses
-                    yield "N decides", self._next(state, snapshot._replace(reuses=decided))
+                    for pinned in (True, False) if snapshot.pinned is None else (snapshot.pinned,):
+                        label = "N decides, and pins the new version" if pinned else "N decides, and pins nothing"
+                        yield label, self._next(state, snapshot._replace(reuses=decided, pinned=pinned))
             case SnapshotStep.STORE_MANIFEST:
-                named = _NAMES["N"] if snapshot.reuses else frozenset()
+                named = frozenset("x" if snapshot.pinned else "xy") if snapshot.reuses else frozenset()
                 yield "N stores its manifest", self._next(state._replace(manifest=named), snapshot)
             case SnapshotStep.COMMIT:
                 yield "N commits", self._next(state._replace(markers=state.markers | {"N"}), snapshot)
@@ -160,7 +168,7 @@ class Model:
     def _came_back(self, snapshot: Snapshot) -> Snapshot:
         if self._variant is Variant.BACK_WITHOUT_LOOKING and snapshot.reuses is not None:
             return snapshot._replace(step=SnapshotStep.STORE_MANIFEST, dead=False)
-        return Snapshot(step=self._order[0], reuses=snapshot.reuses)
+        return Snapshot(step=self._order[0], reuses=snapshot.reuses, pinned=snapshot.pinned)
 
     def _next(self, state: State, snapshot: Snapshot) -> State:
         following = self._order[self._order.index(snapshot.step) + 1]

@@ -135,11 +135,15 @@ class PinMethod(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceFile:
-    """A file of an output directory that a snapshot sends. `path` begins with the name of the directory."""
+    """A file of an output directory that a snapshot sends. `path` begins with the name of the directory.
+
+    Of the files of one `group` all are pinned or none.
+    """
 
     path: str
     fingerprint: Fingerprint
     method: PinMethod
+    group: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -261,13 +265,15 @@ class FileEntry:
 class SnapshotContent:
     """What a snapshot consists of: `files` to send, and `kept`, of which nothing is sent.
 
-    Kept are files that are stored already, with their owners, and symbolic links. `base` is the committed snapshot that
-    names these files too; None if there is none.
+    Kept are files that are stored already, with their owners, and symbolic links. `instead` are stored versions of
+    files to send, and of files that the program has deleted: they are kept if a file cannot be pinned as it was. `base`
+    is the committed snapshot that names these files too; None if there is none.
     """
 
     base: SnapshotId | None
     kept: tuple[FileEntry, ...]
     files: tuple[SourceFile, ...]
+    instead: tuple[FileEntry, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,8 @@ from typing import Final
 
 from keepstep_agent.adapters.checksum import region_checksum
 from keepstep_agent.adapters.durable_files import make_folder, sync_folder
-from keepstep_agent.adapters.output.file_formats import Proof, prove
+from keepstep_agent.adapters.output.file_formats import prove
+from keepstep_agent.adapters.output.output_directories import OutputDirectories
 from keepstep_agent.adapters.region_file import part_region
 from keepstep_agent.adapters.volume.errors import volume_error
 from keepstep_agent.adapters.volume.shared_folders import (
@@ -28,8 +29,9 @@ from keepstep_agent.adapters.volume.shared_folders import (
     open_state_directory,
     share_tree,
 )
-from keepstep_agent.adapters.volume.shared_volume import Folder, fingerprint, open_volume, path_in
+from keepstep_agent.adapters.volume.shared_volume import Folder, fingerprint, open_volume
 from keepstep_agent.core.errors import ErrorKind, VolumeError
+from keepstep_agent.core.mirror.file_states import Proof
 from keepstep_agent.core.mirror.output_scan import folder_of
 from keepstep_agent.core.model import FileEntry, Fingerprint
 from keepstep_agent.restore.placing import place_file, place_link, set_time
@@ -79,18 +81,18 @@ class OutputFiles:
     def __init__(self, volume: Path, directories: Sequence[str], state_directory: Path) -> None:
         self._volume = volume
         self._state_directory = state_directory
-        self._directories = {Path(directory).name: Path(directory) for directory in directories}
+        self._output = OutputDirectories(volume, directories)
         self._own: frozenset[tuple[int, int]] = frozenset()
 
     @property
     def directories(self) -> Mapping[str, Path]:
         """The output directories by their last name."""
-        return self._directories
+        return self._output.directories
 
     def place(self, path: str) -> Path:
         """Return where a path of a snapshot is, as the program sees it."""
         label, _, below = path.partition("/")
-        return self._directories[label] / below
+        return self._output.directories[label] / below
 
     def prepare(self) -> None:
         """Make Keepstep's own folders, and remember them: an output directory may contain them."""
@@ -135,7 +137,7 @@ class OutputFiles:
             return look.kind is EntryKind.LINK and look.link == entry.link
         if look.seen.size_bytes != entry.size_bytes:
             return False
-        root, below = self._root(entry.path)
+        root, below = self._output.root_of(entry.path)
         try:
             return all(
                 region_checksum(part_region(root, below, part, look.seen)) == checksum
@@ -183,17 +185,9 @@ class OutputFiles:
             with open_volume(self._volume) as root, root.folder(f"{one.source}/{folder_of(entry.path)}") as incoming:
                 place_file(incoming, entry, name, target)
 
-    def _root(self, path: str) -> tuple[Path, str]:
-        """Return what to open by its path for a path of a snapshot, and where it is from there."""
-        label, _, below = path.partition("/")
-        directory = self._directories[label]
-        if directory.is_relative_to(self._volume):
-            return self._volume, f"{path_in(self._volume, directory)}/{below}".strip("/")
-        return directory, below
-
     def _folder(self, path: str, *, make: bool = False) -> Folder:
         """Open a folder by its path in a snapshot. Raises OSError."""
-        root, below = self._root(path)
+        root, below = self._output.root_of(path)
         if make:
             # Only under `keepstep run` it may be missing.
             make_folder(root)
@@ -221,7 +215,7 @@ class OutputFiles:
             for path in sorted(above):
                 with self._folder(path) as folder:
                     folder.sync()
-            for root, below in {self._root(path.partition("/")[0]) for path in above}:
+            for root, below in {self._output.root_of(path.partition("/")[0]) for path in above}:
                 with open_volume(root) as opened:
                     opened.sync()
                     for end in _ends(below):

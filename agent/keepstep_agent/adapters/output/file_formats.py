@@ -2,29 +2,23 @@
 
 torch.save, Keras    a zip ends with the list of its members
 safetensors          the file is as long as its header says
-HDF5                 the file is as long as its superblock says
-trainer_state.json   it is whole JSON
+HDF5                 the file is not shorter than its superblock says; that alone does not prove that it is whole,
+                     because a program may write into it again
+JSON                 it is whole JSON; only trainer_state.json must be
+SQLite, LMDB         survive a power cut, so the bytes of any one instant are whole, with the log or journal beside them
 
 Reads little of each file. A format that does not show its end proves nothing.
 """
 
 import re
 import struct
-from enum import StrEnum
 from typing import BinaryIO, Final
 
 import msgspec
 
 from keepstep_agent.core.limits import SAFETENSORS_HEADER_BYTES, TRAINER_STATE_BYTES
-
-
-class Proof(StrEnum):
-    """Whether a file is whole, as its own format tells."""
-
-    WHOLE = "whole"
-    BROKEN = "broken"
-    NONE = "none"
-
+from keepstep_agent.core.mirror.file_states import Proof
+from keepstep_agent.core.mirror.output_scan import DATABASE_SUFFIXES
 
 _ZIP_SUFFIXES: Final = (".pt", ".pth", ".ckpt", ".bin", ".pkl", ".tar", ".keras", ".npz", ".zip")
 _ALWAYS_ZIP_SUFFIXES: Final = (".keras", ".npz", ".zip")
@@ -46,6 +40,15 @@ _HDF5_SUPERBLOCK_BYTES: Final = 64
 # Where the three addresses begin whose last is the end of the file: before it the base and another one.
 _HDF5_END_AT_V0: Final = 24
 _HDF5_END_AT_V2: Final = 12
+_TRAINER_STATE: Final = "trainer_state.json"
+_SQLITE_START: Final = b"SQLite format 3\0"
+_SQLITE_HEADER_BYTES: Final = 100
+# From byte 16 on: size of a page, number of changes, number of pages, and the number of changes when it was written.
+_SQLITE_SIZES: Final = struct.Struct(">H6xLL60xL")
+_SQLITE_JOURNAL: Final = b"\xd9\xd5\x05\xf9\x20\xa1\x63\xd7"
+_SQLITE_LOGS: Final = (b"\x37\x7f\x06\x82", b"\x37\x7f\x06\x83")
+_LMDB_MAGIC_AT: Final = 16
+_LMDB_MAGIC: Final = (b"\xde\xc0\xef\xbe", b"\xbe\xef\xc0\xde")
 _READ_BYTES: Final = 1024 * 1024
 
 _TENSOR_END: Final = re.compile(rb'"data_offsets"\s*:\s*\[\s*\d{1,19}\s*,\s*(\d{1,19})\s*\]')
@@ -71,9 +74,11 @@ def _prove_format(file: BinaryIO, name: str, size_bytes: int) -> Proof:
         return _prove_zip(file, name, size_bytes)
     if name.endswith(_HDF5_SUFFIXES):
         return _prove_hdf5(file, size_bytes)
-    if name == "trainer_state.json":
-        return _prove_json(file, size_bytes)
-    return Proof.NONE
+    if name.endswith(".json"):
+        return _prove_json(file, name, size_bytes)
+    if name.endswith(DATABASE_SUFFIXES):
+        return _prove_log_of_sqlite(file, name, size_bytes)
+    return _prove_database(file, size_bytes)
 
 
 def _prove_zip(file: BinaryIO, name: str, size_bytes: int) -> Proof:
@@ -159,14 +164,37 @@ def _prove_hdf5(file: BinaryIO, size_bytes: int) -> Proof:
     if version == 1:
         end_at += 4
     end = int.from_bytes(start[end_at + 2 * offset_bytes : end_at + 3 * offset_bytes], "little")
-    return Proof.WHOLE if end <= size_bytes else Proof.BROKEN
+    return Proof.NONE if end <= size_bytes else Proof.BROKEN
 
 
-def _prove_json(file: BinaryIO, size_bytes: int) -> Proof:
+def _prove_json(file: BinaryIO, name: str, size_bytes: int) -> Proof:
     if size_bytes > TRAINER_STATE_BYTES:
         return Proof.NONE
     # Python writes these for a loss that is not a number, but they are not JSON.
     text = file.read(size_bytes).replace(b"NaN", b"0").replace(b"Infinity", b"0")
-    # Raw checks the syntax and builds no objects: the trainer may write anything.
-    msgspec.json.decode(text, type=msgspec.Raw)
+    try:
+        # Raw checks the syntax and builds no objects: the trainer may write anything.
+        msgspec.json.decode(text, type=msgspec.Raw)
+    except (msgspec.DecodeError, RecursionError):
+        # Others write lines of JSON, or with comments, into files of that name.
+        return Proof.BROKEN if name == _TRAINER_STATE else Proof.NONE
     return Proof.WHOLE
+
+
+def _prove_log_of_sqlite(file: BinaryIO, name: str, size_bytes: int) -> Proof:
+    start = file.read(len(_SQLITE_JOURNAL))
+    is_log = start[:4] in _SQLITE_LOGS if name.endswith("-wal") else start in (_SQLITE_JOURNAL, bytes(len(start)))
+    return Proof.ANY_INSTANT if size_bytes == 0 or is_log else Proof.NONE
+
+
+def _prove_database(file: BinaryIO, size_bytes: int) -> Proof:
+    start = file.read(_SQLITE_HEADER_BYTES)
+    if start[_LMDB_MAGIC_AT : _LMDB_MAGIC_AT + 4] in _LMDB_MAGIC:
+        return Proof.ANY_INSTANT
+    if not start.startswith(_SQLITE_START) or len(start) < _SQLITE_HEADER_BYTES:
+        return Proof.NONE
+    page_bytes, changes, pages, pages_valid_for = _SQLITE_SIZES.unpack_from(start, 16)
+    page_bytes = 65_536 if page_bytes == 1 else page_bytes
+    # A copy that is still being made is shorter. So is a database whose log is being moved into it, for a moment.
+    is_short = changes == pages_valid_for and size_bytes < pages * page_bytes
+    return Proof.NONE if is_short else Proof.ANY_INSTANT

@@ -11,7 +11,6 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from keepstep_agent.adapters.output.file_formats import Proof, prove
 from keepstep_agent.adapters.volume.shared_volume import Folder, fingerprint, open_volume, path_in
 from keepstep_agent.core.limits import FILES_PER_RANK
 from keepstep_agent.core.mirror.output_scan import OutputScan
@@ -21,7 +20,6 @@ from keepstep_api.names import STATE_DIRECTORY, TEMPORARY_PREFIXES
 PARTIAL: Final = f"{STATE_DIRECTORY}-partial"
 """What has this name in an output directory gets another one in a moment; after a crash of restore it is garbage."""
 _PROBE: Final = "time-of-reads"
-_BROKEN: Final = "its format shows that it is not complete"
 
 
 class OutputDirectories:
@@ -38,14 +36,17 @@ class OutputDirectories:
 
     def folder(self, path: str) -> Folder:
         """Open a folder by its path in a snapshot. Raises OSError; KeyError if no directory has its first name."""
+        root, below = self.root_of(path)
+        with open_volume(root) as opened:
+            return opened.folder(below)
+
+    def root_of(self, path: str) -> tuple[Path, str]:
+        """Return what to open by its path for a path of a snapshot, and where it is from there. Raises KeyError."""
         label, _, below = path.partition("/")
         directory = self._directories[label]
         if directory.is_relative_to(self._volume):
-            root, found = self._volume, f"{path_in(self._volume, directory)}/{below}".strip("/")
-        else:
-            root, found = directory, below
-        with open_volume(root) as opened:
-            return opened.folder(found)
+            return self._volume, f"{path_in(self._volume, directory)}/{below}".strip("/")
+        return directory, below
 
     def scan(self, left_out: Collection[str], before: Mapping[str, Fingerprint]) -> OutputScan:
         """Look at everything but `left_out`, which are paths of files and folders. Missing directories are empty.
@@ -53,29 +54,46 @@ class OutputDirectories:
         `before` are the fingerprints of an earlier look: equal ones are used again, which saves memory.
         """
         files: dict[str, Fingerprint] = {}
+        settled: set[str] = set()
         links: dict[str, str] = {}
         problems: dict[str, str] = {}
-        missing = False
+        missing: set[str] = set()
         for label in self._directories:
             if label in left_out:
                 continue
             try:
                 with self.folder(label) as top:
-                    _scan(top, f"{label}/", left_out, before, files, links, problems)
+                    _scan(top, f"{label}/", left_out, before, files, settled, links, problems)
             except FileNotFoundError:
-                missing = True
+                missing.add(label)
             except OSError as error:
                 problems[label] = f"it cannot be read: {error.strerror}"
-        return OutputScan(files=files, links=links, problems=problems, missing=missing)
+        links = {path: self._relative(path, target) for path, target in links.items()}
+        return OutputScan(
+            files=files, settled=frozenset(settled), links=links, problems=problems, missing=frozenset(missing)
+        )
+
+    def _relative(self, path: str, target: str) -> str:
+        """Make a link's absolute target relative if it lies in the same directory: it may come back somewhere else."""
+        if not target.startswith("/"):
+            return target
+        label, _, below = path.partition("/")
+        place = os.path.normpath(target)
+        for directory in (os.path.normpath(self._directories[label]), os.path.realpath(self._directories[label])):
+            if place.startswith(f"{directory}/"):
+                return os.path.relpath(place, Path(directory, below).parent)
+        return target
 
     def unread(self, restored: Mapping[str, Fingerprint]) -> bool:
         """Whether all these files are as restore brought them, and none was read since.
 
         Restore gave each one time for reads and writes; so does a program that replaces it with a new file. False where
-        the filesystem does not keep the time of reads.
+        the filesystem does not keep the time of reads, or where nobody knows, as it is another one than the volume's.
         """
         if not restored or not self._keeps_times_of_reads():
             return False
+        with open_volume(self._volume) as root:
+            device = os.fstat(root.descriptor).st_dev
         for path, brought in restored.items():
             above, _, name = path.rpartition("/")
             try:
@@ -84,7 +102,7 @@ class OutputDirectories:
             except OSError:
                 # It has been deleted, perhaps after it was read.
                 return False
-            if fingerprint(status) != brought or status.st_atime_ns != status.st_mtime_ns:
+            if status.st_dev != device or fingerprint(status) != brought or status.st_atime_ns != status.st_mtime_ns:
                 return False
         return True
 
@@ -100,24 +118,6 @@ class OutputDirectories:
             return False
         return found != 1
 
-    def examine(self, paths: Collection[str]) -> tuple[dict[str, str], frozenset[str]]:
-        """Return which files are not whole, with the reason, and which are, as far as their formats show that."""
-        broken: dict[str, str] = {}
-        whole = set()
-        for path in paths:
-            above, _, name = path.rpartition("/")
-            try:
-                with self.folder(above) as folder, os.fdopen(folder.open_file(name), "rb") as file:
-                    proof = prove(file, name, os.fstat(file.fileno()).st_size)
-            except OSError as error:
-                broken[path] = f"it cannot be read: {error.strerror}"
-                continue
-            if proof is Proof.BROKEN:
-                broken[path] = _BROKEN
-            elif proof is Proof.WHOLE:
-                whole.add(path)
-        return broken, frozenset(whole)
-
 
 def _is_keepsteps_own(path: str) -> bool:
     """Whether a folder is Keepstep's own, or below one: its state, or what a Checkpointer has not finished."""
@@ -130,6 +130,7 @@ def _scan(
     left_out: Collection[str],
     before: Mapping[str, Fingerprint],
     files: dict[str, Fingerprint],
+    settled: set[str],
     links: dict[str, str],
     problems: dict[str, str],
 ) -> None:
@@ -166,5 +167,7 @@ def _scan(
                 status.st_mtime_ns,
                 status.st_ino,
             ):
+                if (known is None or known.inode != status.st_ino) and status.st_ctime_ns > status.st_mtime_ns:
+                    settled.add(path)
                 known = fingerprint(status)
             files[path] = known

@@ -20,7 +20,7 @@ the pins; nothing in it leads anywhere else.
 
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
@@ -154,36 +154,61 @@ class LocalStagingArea:
     def _stage_sources(
         self, root: Folder, folder: str, sources: Sequence[SourceFile], descriptor: StagedDescriptor
     ) -> tuple[StagedFile, ...]:
-        """Pin files of the output directories. A snapshot that only leaves files out has none."""
+        """Pin files of the output directories. A snapshot that only leaves files out has none.
+
+        A file that was deleted or written to since it was looked at is left out, with its group.
+        """
         if not sources:
             return ()
         try:
             root.remove(folder)
             folders = _make_folders(root, folder, [file.path for file in sources])
-            private: list[bool] = []
-            for above, together in groupby(sources, key=lambda file: folder_of(file.path)):
-                with self._output.folder(above) as source, root.folder(f"{folder}/{above}") as target:
-                    private += [self._pinner.pin_source(source, file, target) for file in together]
-            found = sync_all(self._volume, root, [f"{folder}/{file.path}" for file in sources], folders)
-            files = tuple(
-                StagedFile(
-                    path=file.path,
-                    pin=f"{folder}/{file.path}",
-                    fingerprint=fingerprint(status),
-                    private=is_private,
-                    changed_ns=status.st_ctime_ns,
-                )
-                for file, is_private, status in zip(sources, private, found, strict=True)
-            )
-            for file, staged in zip(sources, files, strict=True):
-                if not staged.private and staged.fingerprint != file.fingerprint:
-                    raise rewritten_in_place(file.path)
-            let_a_tick_pass(_newest_link_ns(files))
-            root.write_durably(f"{folder}.json", encode_descriptor(descriptor, files))
+            private, changed = self._pin_sources(root, folder, sources)
+            if not private:
+                raise next(iter(changed.values()))
+            found = sync_all(self._volume, root, [f"{folder}/{path}" for path in private], folders)
+            files = {file.path: file for file in _staged_files(folder, private, found)}
+            for file in sources:
+                if file.path in files and not private[file.path] and files[file.path].fingerprint != file.fingerprint:
+                    changed[file.path] = rewritten_in_place(file.path)
+            groups = {file.group for file in sources if file.path in changed} - {None}
+            left_out = {file.path for file in sources if file.path in changed or file.group in groups}
+            pinned = tuple(file for path, file in files.items() if path not in left_out)
+            if not pinned:
+                raise next(iter(changed.values()))
+            if left_out:
+                for path in left_out & private.keys():
+                    root.unlink(f"{folder}/{path}")
+                _log.info("snapshot.files_changed", count=len(left_out), first=min(left_out))
+            let_a_tick_pass(_newest_link_ns(pinned))
+            root.write_durably(f"{folder}.json", encode_descriptor(descriptor, pinned))
         except BaseException:
             self._undo(root, folder)
             raise
-        return files
+        return pinned
+
+    def _pin_sources(
+        self, root: Folder, folder: str, sources: Sequence[SourceFile]
+    ) -> tuple[dict[str, bool], dict[str, VolumeError]]:
+        """Pin what is as it was looked at. Return which pins have their own inodes, and why others are missing."""
+        private: dict[str, bool] = {}
+        changed: dict[str, VolumeError] = {}
+        for above, together in groupby(sources, key=lambda file: folder_of(file.path)):
+            try:
+                source = self._output.folder(above)
+            except OSError as error:
+                changed |= {file.path: volume_error(error, f"cannot open {file.path}") for file in together}
+                continue
+            with source, root.folder(f"{folder}/{above}") as target:
+                for file in together:
+                    try:
+                        private[file.path] = self._pinner.pin_source(source, file, target)
+                    except VolumeError as error:
+                        if error.kind is ErrorKind.DISK_FULL:
+                            raise
+                        target.unlink(file.path.rpartition("/")[2])
+                        changed[file.path] = error
+        return private, changed
 
     def _staged_before(self, root: Folder, folder: str) -> tuple[StagedFile, ...] | None:
         try:
@@ -213,17 +238,8 @@ class LocalStagingArea:
             folders = list(dict.fromkeys([*folders, *_make_folders(root, folder, copies)]))
             private |= dict.fromkeys(copies, True)
         found = sync_all(self._volume, root, [f"{folder}/{path}" for path in private], folders)
-        files = tuple(
-            StagedFile(
-                path=path,
-                pin=f"{folder}/{path}",
-                fingerprint=fingerprint(status),
-                private=is_private,
-                announced=sources.get(path) == announced,
-                changed_ns=status.st_ctime_ns,
-            )
-            for (path, is_private), status in zip(private.items(), found, strict=True)
-        )
+        of_announced = {path for path, source in sources.items() if source == announced}
+        files = tuple(_staged_files(folder, private, found, of_announced))
         let_a_tick_pass(_newest_link_ns(files))
         return files
 
@@ -364,6 +380,21 @@ def _make_folders(root: Folder, folder: str, sources: Iterable[str]) -> list[str
         # Another rank whose stage failed may remove the save's empty folder meanwhile: `make_folder` then retries.
         root.make_folder(path).close()
     return [*needed, folder.rpartition("/")[0], _ROOT, STATE_DIRECTORY, ""]
+
+
+def _staged_files(
+    folder: str, private: Mapping[str, bool], statuses: Iterable[os.stat_result], announced: Collection[str] = ()
+) -> Iterator[StagedFile]:
+    """Yield what was pinned in a folder. The paths in `announced` are the checkpoint itself."""
+    for (path, is_private), status in zip(private.items(), statuses, strict=True):
+        yield StagedFile(
+            path=path,
+            pin=f"{folder}/{path}",
+            fingerprint=fingerprint(status),
+            private=is_private,
+            announced=path in announced,
+            changed_ns=status.st_ctime_ns,
+        )
 
 
 def _newest_link_ns(files: Iterable[StagedFile]) -> int:

@@ -100,7 +100,11 @@ class RankContribution:
             return
         yield from snapshot.kept
         for source in snapshot.files:
-            yield replace(self.files[source.path].entry(), modified_ns=source.fingerprint.mtime_ns)
+            if source.path in self.files:
+                yield replace(self.files[source.path].entry(), modified_ns=source.fingerprint.mtime_ns)
+        if len(self.files) < len(snapshot.files):
+            # A file was written to or deleted before it was pinned.
+            yield from (entry for entry in snapshot.instead if entry.path not in self.files)
 
     def linked_files(self) -> Iterator[FileProgress]:
         """Return the files that share their inode with the trainer's."""

@@ -1,31 +1,40 @@
 """What one look at the output directories shows."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
+from keepstep_agent.core.errors import RequestError
 from keepstep_agent.core.model import Fingerprint
+from keepstep_agent.core.stored.object_layout import check_file_path
 
-_LOG: Final = re.compile(r"(?:.*/)?(?:events\.out\.tfevents\.[^/]*|[^/]*\.(?:log|jsonl|wandb|out|err))")
+DATABASE_SUFFIXES: Final = ("-wal", "-shm", "-journal")
+"""What SQLite's files beside a database are called."""
+
+_LOG: Final = re.compile(
+    r"(?:.*/)?(?:events\.out\.tfevents\.[^/]*|[^/]*\.(?:log|jsonl|wandb|out|err)|[^/]*-shm|lock\.mdb)"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputScan:
     """One look at all output directories. Paths begin with the name of the directory.
 
-    `links` are symbolic links with their targets. `problems` says of files and folders why they cannot be stored.
-    `missing`: a directory does not exist yet.
+    `settled`: files with another inode than before that were renamed since they were last written to, or otherwise
+    finished: their status is newer than their bytes. `links` are symbolic links with their targets. `problems` says of
+    files and folders why they cannot be stored. `missing`: directories that do not exist, yet or any more.
     """
 
     files: Mapping[str, Fingerprint] = field(default_factory=dict)
+    settled: frozenset[str] = frozenset()
     links: Mapping[str, str] = field(default_factory=dict)
     problems: Mapping[str, str] = field(default_factory=dict)
-    missing: bool = False
+    missing: frozenset[str] = frozenset()
 
 
 def is_log(path: str) -> bool:
-    """Whether a file is a log by its name. Logs grow all the time: they come along with a snapshot as they are."""
+    """Whether a file is a log by its name, or memory that processes share: it comes along as it is."""
     return _LOG.fullmatch(path) is not None
 
 
@@ -33,6 +42,15 @@ def folder_of(path: str) -> str:
     return path.rpartition("/")[0]
 
 
-def pattern_of(path: str) -> str:
-    """Return the pattern of a path: paths that differ only in their numbers have the same."""
-    return re.sub(r"[0-9]+", "#", path)
+def lies_in(path: str, directories: Collection[str]) -> bool:
+    """Whether a path is that of one of these output directories, or of what lies in it."""
+    return path.partition("/")[0] in directories
+
+
+def bad_name(path: str) -> str:
+    """Return why nothing can be stored under a path, or ""."""
+    try:
+        check_file_path(path)
+    except RequestError as error:
+        return str(error)
+    return ""

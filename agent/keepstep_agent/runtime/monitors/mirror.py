@@ -6,9 +6,11 @@ is on its way, except at the end: while it is being sent, the program's next sta
 
 import asyncio
 import math
+import os
 import secrets
+import stat
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor
 from contextlib import suppress
 from pathlib import Path
@@ -18,6 +20,7 @@ import structlog
 
 from keepstep_agent.adapters.output.announced_paths import AnnouncedPaths
 from keepstep_agent.adapters.output.directory_hints import DirectoryHints
+from keepstep_agent.adapters.output.file_prober import FileProber
 from keepstep_agent.adapters.output.output_directories import OutputDirectories
 from keepstep_agent.adapters.output.program import has_other_children
 from keepstep_agent.adapters.records import recorded_save
@@ -26,15 +29,10 @@ from keepstep_agent.core.agent.announcements import check_announcement
 from keepstep_agent.core.agent.events import Announced, OutputLooked
 from keepstep_agent.core.agent.state import State
 from keepstep_agent.core.mirror.base import series_of
-from keepstep_agent.core.mirror.output_scan import OutputScan, folder_of, is_log
-from keepstep_agent.core.mirror.plan import (
-    SnapshotPlan,
-    changed_files,
-    incomplete_folders,
-    plan_snapshot,
-    unfinished_folders,
-)
-from keepstep_agent.core.mirror.quiet_moments import PATIENCE_SECONDS, QUIET_SECONDS, QuietMoments
+from keepstep_agent.core.mirror.file_states import QUIET_SECONDS
+from keepstep_agent.core.mirror.output_history import DUE_SECONDS, Decision, OutputHistory, ProgramEnd
+from keepstep_agent.core.mirror.output_scan import OutputScan, is_log
+from keepstep_agent.core.mirror.plan import SnapshotPlan, plan_snapshot
 from keepstep_agent.core.model import Fingerprint, Kind, Phase, SaveInfo
 from keepstep_agent.core.settings.values import Settings
 from keepstep_agent.ports import Clock
@@ -43,15 +41,19 @@ from keepstep_agent.runtime.engine.logs import say
 from keepstep_agent.runtime.monitors.taken_snapshots import TakenSnapshots, is_over
 from keepstep_api.names import RESUMED
 
-_BUSY_SECONDS: Final = 1.0
+# How exactly it is known when a write began, and so which files were written together.
+_BUSY_SECONDS: Final = 0.25
 _IDLE_SECONDS: Final = 10.0
 _LONGEST_IDLE_SECONDS: Final = 60.0
 # A look at 20,000 files takes a tenth of a second. With these pauses looks take at most a tenth of one CPU while files
 # change, and a 600th while nothing happens.
 _BUSY_PAUSES_PER_LOOK: Final = 10.0
 _IDLE_PAUSES_PER_LOOK: Final = 600.0
-_BETWEEN_SNAPSHOTS_SECONDS: Final = 10.0
+BETWEEN_SNAPSHOTS_SECONDS: Final = 10.0
+_EARLIER_SECONDS: Final = 8.0
+_WARN_SECONDS: Final = 60.0
 _LAST_TRIES: Final = 5
+_LAST_PAUSE_SECONDS: Final = 1.0
 
 T = TypeVar("T")
 
@@ -80,15 +82,20 @@ class Mirror:
         self._looking = asyncio.Lock()
         self._hint = asyncio.Event()
         self._hints: list[DirectoryHints] = []
-        self._moments: QuietMoments | None = None
+        self._prober = FileProber(self._output)
+        self._history: OutputHistory | None = None
         self._files: Mapping[str, Fingerprint] = {}
         # The files that restore brought, as long as nobody has read them.
         self._restored: Mapping[str, Fingerprint] = {}
-        # New folders that the last plan has left out.
-        self._incomplete: frozenset[str] = frozenset()
         # Whether the last look found nothing new, with no program that could still write.
         self._is_empty_at_end = False
         self._next_at = 0.0
+        self._taken_at = self._warned_at = 0.0
+        # The links of the look that the last snapshot was planned from.
+        self._planned_links: Mapping[str, str] | None = None
+        # What the last snapshot had to leave out, and what was named last.
+        self._left_out: frozenset[str] = frozenset()
+        self._named: frozenset[str] = frozenset()
         self._look_cpu_seconds = 0.0
         self._pause_seconds = self._least_pause_seconds = 0.0
 
@@ -119,8 +126,8 @@ class Mirror:
         """Take a last snapshot, at the end of the run; return when it is pinned. Never raises.
 
         With `writers_gone` no program writes any more, so it does not wait for quiet. Otherwise it waits for at most
-        `limit_seconds`. `failed_at`: when the program ended, in unix seconds, if a signal or an error ended it. Folders
-        in which it may have been writing then keep their last version.
+        `limit_seconds`. `failed_at`: when the program ended, in unix seconds, if a signal or an error ended it. What it
+        may have been writing then keeps its last version.
         """
         began = time.monotonic()
         tries = 0
@@ -128,28 +135,22 @@ class Mirror:
             # Of those that outlived the program, the last time that anybody was seen alive tells nothing of it.
             if failed_at is not None and self._died and not survivors_ended_well:
                 failed_at = min(failed_at, self._alive_at)
-            failed_in = None if failed_at is None else (failed_at - QUIET_SECONDS, math.inf)
-            if failed_at is not None and survivors_ended_well:
-                failed_in = (failed_at - QUIET_SECONDS, failed_at)
+            end = _program_end(failed_at, survivors_ended_well=survivors_ended_well) if writers_gone else None
             await self._wait_for_the_one_before()
             while tries < _LAST_TRIES:
                 async with self._looking:
-                    scan, moments = await self._scan()
-                    look = moments.look(scan, time.monotonic())
+                    scan, decision = await self._observe(lives=not writers_gone, end=end)
                     passed_seconds = time.monotonic() - began
-                    late = passed_seconds + _BUSY_SECONDS > limit_seconds
+                    late = passed_seconds + _LAST_PAUSE_SECONDS > limit_seconds
                     save = ""
                     # A program that was told to end may begin its last save only now.
-                    if writers_gone or late or (passed_seconds >= QUIET_SECONDS and not look.restless):
+                    if writers_gone or late or (passed_seconds >= QUIET_SECONDS and not decision.restless):
                         tries += 1
-                        held_back = frozenset() if writers_gone else look.held_back
-                        save = await self._take(
-                            scan, held_back, look.growing, failed_in=failed_in, is_last=writers_gone
-                        )
+                        save = await self._take(scan, decision, is_last=writers_gone)
                 if tries and (not save or await self._is_pinned(save)):
                     await self._say_if_ignored()
                     return
-                await asyncio.sleep(_BUSY_SECONDS)
+                await asyncio.sleep(_LAST_PAUSE_SECONDS)
         except Exception:
             # Whatever lies in these directories, the agent must be able to end.
             log.exception("mirror.failed", hint="this is a bug in the agent: please report it")
@@ -165,7 +166,7 @@ class Mirror:
         if await self._run(recorded_save, self._state_directory, RESUMED):
             return ""
         places = " and ".join(self._settings.watch)
-        return f"nothing was stored: nothing was announced, and nothing is in {places}"
+        return f"nothing was stored: nothing was announced, and nothing that can be stored is in {places}"
 
     async def _wait_for_the_one_before(self) -> None:
         """Wait for a snapshot on its way, so that the last one need not send its files again.
@@ -199,25 +200,49 @@ class Mirror:
         # Before the look, so that no change is missed: the look sees earlier ones, and later ones cause a hint.
         for hints in self._hints:
             await self._run(hints.follow)
-        scan, moments = await self._scan()
-        look = moments.look(scan, time.monotonic())
-        may_take = not self._snapshots.on_their_way and time.monotonic() >= self._next_at
-        # After the look: a program that has died since may have left half a checkpoint, which looks quiet.
-        if await self._program_lives() and look.due and may_take:
-            await self._take(scan, look.held_back, look.growing)
+        scan, decision = await self._observe(lives=True)
+        if decision.due and self._may_take(decision) and not self._died:
+            await self._take(scan, decision)
+        else:
+            await self._tell_what_is_not_fit(scan, decision)
         seconds = self._look_cpu_seconds
-        is_busy = look.restless or scan.missing or (look.due and not self._snapshots.on_their_way)
+        busy_seconds = max(_BUSY_SECONDS, seconds * _BUSY_PAUSES_PER_LOOK)
+        is_busy = decision.restless or scan.missing
         self._pause_seconds = (
-            max(_BUSY_SECONDS, seconds * _BUSY_PAUSES_PER_LOOK)
-            if is_busy
-            else min(max(_IDLE_SECONDS, seconds * _IDLE_PAUSES_PER_LOOK), _LONGEST_IDLE_SECONDS)
+            busy_seconds if is_busy else min(max(_IDLE_SECONDS, seconds * _IDLE_PAUSES_PER_LOOK), _LONGEST_IDLE_SECONDS)
         )
-        self._least_pause_seconds = max(_BUSY_SECONDS, seconds * _BUSY_PAUSES_PER_LOOK)
+        if decision.due and not self._snapshots.on_their_way:
+            self._pause_seconds = min(self._pause_seconds, max(busy_seconds, self._next_at - time.monotonic()))
+        self._least_pause_seconds = busy_seconds
 
-    async def _program_lives(self) -> bool:
+    def _may_take(self, decision: Decision) -> bool:
+        """Whether it is time for another snapshot; earlier, if the last one had to leave out what is fit now."""
+        if self._snapshots.on_their_way:
+            return False
+        was_left_out = not decision.fit.isdisjoint(self._left_out | self._snapshots.not_pinned)
+        return time.monotonic() >= self._next_at - (_EARLIER_SECONDS if was_left_out else 0.0)
+
+    async def _tell_what_is_not_fit(self, scan: OutputScan, decision: Decision) -> None:
+        """Name what is left out while the program runs; warn if nothing could be stored for long."""
+        now = time.monotonic()
+        waiting_since = now if decision.waiting_since is None else max(decision.waiting_since, self._taken_at)
+        is_late = now - waiting_since >= DUE_SECONDS
+        if decision.left_out.keys() != self._named and (is_late or not decision.left_out):
+            self._named = frozenset(decision.left_out)
+            await self._note_not_stored(self._plan(scan, decision))
+        if decision.left_out and not decision.fit and now - max(waiting_since, self._warned_at) >= _WARN_SECONDS:
+            self._warned_at = now
+            log.warning(
+                "snapshot.nothing_fit",
+                seconds=round(now - waiting_since),
+                not_stored=self._engine.state.not_stored,
+                hint="let the program write each file under another name and rename it, or rest between two saves",
+            )
+
+    def _program_lives(self) -> bool:
         """Whether the runner's program lives; notes when it was last seen alive, as the runner may be late to tell."""
         now = time.time()
-        lives = await self._run(has_other_children, self._parent_pid)
+        lives = has_other_children(self._parent_pid)
         if lives:
             self._alive_at, self._died = now, False
         else:
@@ -241,14 +266,15 @@ class Mirror:
                 reason.cancel()
             await asyncio.gather(*reasons, return_exceptions=True)
 
-    async def _scan(self) -> tuple[OutputScan, QuietMoments]:
-        if self._moments is None:
+    async def _observe(self, *, lives: bool, end: ProgramEnd | None = None) -> tuple[OutputScan, Decision]:
+        """Look, and decide what the look means. `lives`: the program has not ended, as far as is known."""
+        if self._history is None:
             await self._begin()
-        assert self._moments is not None
+        assert self._history is not None
         pause_seconds = await self._snapshots.settle()
         if pause_seconds is not None:
             self._next_at = time.monotonic() + pause_seconds
-            self._moments.missed(time.monotonic())
+            self._planned_links = None
         announced = [
             f"{one.announced.path}/{file}".rstrip("/")
             for checkpoint in self._engine.state.checkpoints.values()
@@ -257,56 +283,59 @@ class Mirror:
             for file in one.announced.files or ("",)
         ]
         left_out = await self._run(self._announced.find, announced)
-        scan = await self._run(self._timed_scan, left_out)
-        self._files = scan.files
-        return scan, self._moments
+        return await self._run(self._look_and_decide, self._history, left_out, lives, end)
 
-    def _timed_scan(self, left_out: frozenset[str]) -> OutputScan:
+    def _look_and_decide(
+        self, history: OutputHistory, left_out: frozenset[str], lives: bool, end: ProgramEnd | None
+    ) -> tuple[OutputScan, Decision]:
         began = time.thread_time()
         scan = self._output.scan(left_out, self._files)
+        at, unix_at = time.monotonic(), time.time()
+        self._files = scan.files
+        evidence = self._prober.examine(history.to_examine(scan, self._snapshots.stored))
+        # After both: a program that has died since may have left half a checkpoint, which looks closed.
+        lives = lives and self._program_lives()
+        history.note(scan, evidence, at=at, unix_at=unix_at, lives=lives)
+        links = self._snapshots.base.links if self._planned_links is None else self._planned_links
+        decision = history.decide(self._snapshots.stored, links, end)
         self._look_cpu_seconds = time.thread_time() - began
-        return scan
+        return scan, decision
 
     async def _begin(self) -> None:
         await self._snapshots.begin()
         base = self._snapshots.base
-        self._moments = QuietMoments({**self._snapshots.pinned, **base.others})
+        self._history = OutputHistory(
+            self._snapshots.stored, self._snapshots.groups_before(), log_inodes=frozenset(_inodes_of_own_output())
+        )
         brought = {**{path: held.fingerprint for path, held in base.files.items()}, **base.others}
         restored = {path: seen for path, seen in brought.items() if not is_log(path)}
         self._restored = restored if await self._run(self._output.unread, restored) else {}
 
-    async def _take(
-        self,
-        scan: OutputScan,
-        held_back: frozenset[str],
-        growing: frozenset[str],
-        *,
-        failed_in: tuple[float, float] | None = None,
-        is_last: bool = False,
-    ) -> str:
-        """Announce a snapshot; return its save, or "" if everything is stored already or on its way.
-
-        `failed_in`: from when to when, in unix seconds, a program may have written files that it could not complete.
-        """
-        assert self._moments is not None
+    async def _take(self, scan: OutputScan, decision: Decision, *, is_last: bool = False) -> str:
+        """Announce a snapshot; return its save, or "" if all that is fit for one is stored already or on its way."""
         if self._snapshots.are_of(scan):
             return ""
-        plan = await self._plan(scan, held_back, growing, failed_in=failed_in, is_last=is_last)
+        plan = self._plan(scan, decision)
         self._is_empty_at_end = is_last and not plan.is_news
-        if plan.not_stored != self._engine.state.not_stored:
-            await self._engine.submit(OutputLooked(at=self._clock.now(), not_stored=plan.not_stored))
-        self._moments.taken()
-        if self._incomplete:
-            # Look again even if nothing changes any more.
-            self._moments.missed(time.monotonic())
-            self._next_at = time.monotonic() + _BETWEEN_SNAPSHOTS_SECONDS
-        if not plan.is_news or (failed_in is not None and plan.not_stored and self._snapshots.on_their_way):
-            # The one on its way may have newer versions of what this one would leave as it is in the base.
+        await self._note_not_stored(plan)
+        stored, base = self._snapshots.stored, self._snapshots.base.files
+        # The one on its way has newer versions of what this one would leave as it is in the base.
+        in_base = {path: base[path].fingerprint for path in decision.left_out if path in base}
+        goes_back = bool(self._snapshots.on_their_way) and any(
+            stored.get(path) != in_base.get(path) for path in decision.left_out
+        )
+        self._planned_links = scan.links
+        if not plan.is_news or goes_back:
+            self._next_at = time.monotonic() + BETWEEN_SNAPSHOTS_SECONDS
             return ""
         event = self._announcement(plan)
         await self._snapshots.add(event.info.save, plan, scan)
         await self._engine.submit(event, lambda state: _checked(state, event))
-        self._next_at = time.monotonic() + _BETWEEN_SNAPSHOTS_SECONDS
+        self._taken_at, self._left_out = time.monotonic(), frozenset(decision.left_out)
+        self._named = self._left_out
+        if self._history is not None:
+            self._history.taken()
+        self._next_at = self._taken_at + BETWEEN_SNAPSHOTS_SECONDS
         sent_bytes = sum(file.fingerprint.size_bytes for file in plan.content.files)
         log.info(
             "snapshot.taken",
@@ -318,47 +347,18 @@ class Mirror:
         )
         return event.info.save
 
-    async def _plan(
-        self,
-        scan: OutputScan,
-        held_back: frozenset[str],
-        growing: frozenset[str],
-        *,
-        failed_in: tuple[float, float] | None,
-        is_last: bool,
-    ) -> SnapshotPlan:
-        changed = [path for path in changed_files(scan, self._snapshots.base) if not is_log(path)]
-        broken, whole = await self._run(self._output.examine, changed)
-        if failed_in is not None:
-            since, until = failed_in
-            # Not what a snapshot on its way has: it may be all but one file of a checkpoint before.
-            pinned = self._snapshots.pinned
-            new = {path: scan.files[path] for path in changed if scan.files[path] != pinned.get(path)}
-            recent = [path for path in new if since <= scan.files[path].mtime_ns / 1e9 <= until]
-            held_back |= unfinished_folders(new, recent=recent, whole=whole, together=self._snapshots.together)
-        elif not is_last:
-            self._incomplete = self._incomplete_folders(scan, changed)
-            held_back |= self._incomplete
+    def _plan(self, scan: OutputScan, decision: Decision) -> SnapshotPlan:
         return plan_snapshot(
             scan,
             self._snapshots.base,
-            held_back=held_back,
-            growing=growing,
-            broken=broken,
+            decision,
             pinned_before=self._snapshots.pinned,
             budget_bytes=disk_pressure.budget_bytes(self._engine.state),
         )
 
-    def _incomplete_folders(self, scan: OutputScan, changed: Collection[str]) -> frozenset[str]:
-        """Return the new folders with fewer files than usual, unless nothing was written there for long.
-
-        A program may do something else between two files of a checkpoint.
-        """
-        known = {folder_of(path) for path in self._snapshots.base.files}
-        since_ns = time.time_ns() - int(PATIENCE_SECONDS * 1e9)
-        written = {folder_of(path) for path in changed if scan.files[path].mtime_ns >= since_ns}
-        looks = {path: scan.files[path] for path in changed}
-        return (incomplete_folders(looks, self._snapshots.together) & written) - known
+    async def _note_not_stored(self, plan: SnapshotPlan) -> None:
+        if plan.not_stored != self._engine.state.not_stored:
+            await self._engine.submit(OutputLooked(at=self._clock.now(), not_stored=plan.not_stored))
 
     def _announcement(self, plan: SnapshotPlan) -> Announced:
         now = self._clock.now()
@@ -392,9 +392,25 @@ class Mirror:
         return await asyncio.get_running_loop().run_in_executor(self._executor, function, *arguments)
 
 
+def _program_end(failed_at: float | None, *, survivors_ended_well: bool) -> ProgramEnd:
+    if failed_at is None:
+        return ProgramEnd()
+    at = failed_at - time.time() + time.monotonic()
+    return ProgramEnd(failed_at=at, until=at if survivors_ended_well else math.inf)
+
+
 def _checked(state: State, event: Announced) -> bool:
     check_announcement(state, event)
     return True
+
+
+def _inodes_of_own_output() -> Iterator[int]:
+    """Yield the inodes of the files that the lines of runner and agent go to: each snapshot makes them longer."""
+    for descriptor in (1, 2):
+        with suppress(OSError):
+            status = os.fstat(descriptor)
+            if stat.S_ISREG(status.st_mode):
+                yield status.st_ino
 
 
 def _set_from_thread(loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:

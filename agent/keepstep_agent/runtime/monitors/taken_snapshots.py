@@ -19,7 +19,8 @@ from keepstep_agent.core.agent.state import State
 from keepstep_agent.core.errors import ErrorKind
 from keepstep_agent.core.mirror.base import HeldFile, MirrorBase, held_files
 from keepstep_agent.core.mirror.output_scan import OutputScan
-from keepstep_agent.core.mirror.plan import FolderKinds, SnapshotPlan, sent_together, stored_together
+from keepstep_agent.core.mirror.plan import SnapshotPlan
+from keepstep_agent.core.mirror.write_groups import Kinds, Write, groups
 from keepstep_agent.core.model import FileEntry, Fingerprint
 from keepstep_agent.core.settings.values import Settings
 from keepstep_agent.runtime.engine.engine import Engine
@@ -45,8 +46,9 @@ class TakenSnapshots:
 
     Attributes:
         base: What the newest stored one holds.
+        stored: What the files look like that it holds or that are on their way.
+        not_pinned: Files of the newest stored one that changed before they could be pinned.
         pinned: What the files of the last snapshots looked like, even of those that failed.
-        together: What the last snapshot sent from one folder, by the folder's pattern.
     """
 
     def __init__(self, *, engine: Engine, settings: Settings, executor: Executor) -> None:
@@ -55,8 +57,9 @@ class TakenSnapshots:
         self._volume, self._state_directory = Path(settings.volume), Path(settings.state_directory)
         self._taken: dict[str, _Taken] = {}
         self.base = MirrorBase()
+        self.stored: Mapping[str, Fingerprint] = {}
+        self.not_pinned: frozenset[str] = frozenset()
         self.pinned: dict[str, Fingerprint] = {}
-        self.together: dict[str, FolderKinds] = {}
 
     @property
     def on_their_way(self) -> Collection[str]:
@@ -85,7 +88,16 @@ class TakenSnapshots:
             if checkpoint.info.is_snapshot:
                 self._taken[save] = self._taken_before(checkpoint)
         self.pinned = {path: held.fingerprint for path, held in self.base.files.items()}
-        self.together = stored_together(self.base)
+        self._note_stored()
+
+    def groups_before(self) -> list[Kinds]:
+        """Return the kinds of the files that were written together, of those that the base holds."""
+        writes = [
+            Write(path=path, begun_at=written_at, ended_at=written_at)
+            for path, held in self.base.files.items()
+            for written_at in [(held.entry.modified_ns or held.fingerprint.mtime_ns) / 1e9]
+        ]
+        return [group.kinds for group in groups(writes)]
 
     async def add(self, save: str, plan: SnapshotPlan, scan: OutputScan) -> None:
         """Note a snapshot that is about to be announced."""
@@ -95,7 +107,7 @@ class TakenSnapshots:
         self.base = replace(self.base, pending=frozenset(self._taken))
         await self._write_base()
         self.pinned |= {file.path: file.fingerprint for file in plan.content.files}
-        self.together |= sent_together({file.path: file.fingerprint for file in plan.content.files})
+        self._note_stored()
 
     async def settle(self) -> float | None:
         """Take note of the snapshots that have ended.
@@ -103,7 +115,7 @@ class TakenSnapshots:
         Returns the seconds to wait before the next one if one of them came to nothing, else None.
         """
         pause_seconds: float | None = None
-        state = self._engine.state
+        before, state = len(self._taken), self._engine.state
         for save in [save for save in self._taken if is_over(state, save)]:
             taken, checkpoint = self._taken.pop(save), state.checkpoints.get(save)
             if checkpoint is not None and checkpoint.durable:
@@ -113,7 +125,14 @@ class TakenSnapshots:
             if kind is ErrorKind.BASE_PRUNED:
                 self.base = replace(self.base, snapshot=None, files={}, links={})
             pause_seconds = 0.0 if kind in _HARMLESS else _AFTER_FAILURE_SECONDS
+        if len(self._taken) < before:
+            self._note_stored()
         return pause_seconds
+
+    def _note_stored(self) -> None:
+        newest = list(self._taken.values())[-1:]
+        looks = newest[0].looks if newest else {path: held.fingerprint for path, held in self.base.files.items()}
+        self.stored = {**looks, **{path: seen for path, seen in self.base.others.items() if path not in looks}}
 
     def _taken_before(self, checkpoint: Checkpoint) -> _Taken:
         """Return what is known of a snapshot that an earlier agent took."""
@@ -131,14 +150,27 @@ class TakenSnapshots:
         """Make a committed snapshot the base of the next one, unless a later one is it already."""
         if self.base.snapshot is not None and self.base.snapshot.number >= checkpoint.info.step:
             return
+        looks = self._stored_looks(checkpoint, taken)
         self.base = MirrorBase(
             snapshot=checkpoint.snapshot_id,
-            files={held.entry.path: held for held in held_files(checkpoint.manifest(0), taken.looks)},
-            others={path: seen for path, seen in self.base.others.items() if path not in taken.looks},
+            files={held.entry.path: held for held in held_files(checkpoint.manifest(0), looks)},
+            others={path: seen for path, seen in self.base.others.items() if path not in looks},
             links=taken.links,
             pending=frozenset(self._taken),
         )
         await self._write_base()
+
+    def _stored_looks(self, checkpoint: Checkpoint, taken: _Taken) -> Mapping[str, Fingerprint]:
+        """Note which files could not be pinned. Return what the files of a snapshot look like here, those as before."""
+        (contribution,) = checkpoint.contributions.values()
+        snapshot = contribution.announced.snapshot
+        assert snapshot is not None
+        self.not_pinned = frozenset(file.path for file in snapshot.files if file.path not in contribution.files)
+        if not self.not_pinned:
+            return taken.looks
+        looks = {path: seen for path, seen in taken.looks.items() if path not in self.not_pinned}
+        held = {entry.path: self._held(entry) for entry in snapshot.instead}
+        return {path: one.fingerprint for path, one in held.items() if one is not None} | looks
 
     async def _write_base(self) -> None:
         try:

@@ -1,0 +1,215 @@
+"""Groups the writes of a program: files that were written together are one checkpoint, as far as anybody can see.
+
+Writes of which each begins no more than `QUIET_SECONDS` after the one before has ended are a burst. A program that
+never rests that long may still rest longer between two saves than within one, so such a burst is divided at its longest
+pauses. A group is complete when a pause follows it and it has all kinds of files that the group before it had; after a
+shorter pause, only if all that is known of names and order says that it is one save. Times are seconds of a monotonic
+clock. See docs/design/0027.
+"""
+
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from keepstep_agent.core.mirror.file_states import QUIET_SECONDS
+
+LATE_SECONDS: Final = 10.0
+"""A group that has fewer files than the one before it is complete after so long: a program may compute between two
+files, and it may save less than before."""
+_SHORTEST_PAUSE_SECONDS: Final = 0.5
+_FEW: Final = 2
+_NUMBER: Final = re.compile(r"[0-9]+")
+_HASH: Final = re.compile(r"[0-9a-f]{8}-(?:[0-9a-f]{4}-){3}[0-9a-f]{12}|[0-9a-f]{16,}")
+_HASH_MARK: Final = "*"
+
+Kinds = Mapping[str, frozenset[tuple[str, ...]]]
+"""What was written together: the numbers in the paths of each kind. Paths of one kind differ in numbers and hashes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Write:
+    """One file was written, from its first change to its last one, as far as looks have shown it."""
+
+    path: str
+    begun_at: float
+    ended_at: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriteGroup:
+    """Files that were written together.
+
+    Attributes:
+        pause_seconds: A pause of this length is the end of such a group.
+        is_regular: No file was written twice, and it begins with the kind of file with which such groups begin.
+        is_repeated: It is one file that was written again and again, and nothing else.
+    """
+
+    paths: frozenset[str]
+    begun_at: float
+    ended_at: float
+    pause_seconds: float
+    is_regular: bool
+    is_repeated: bool
+
+    @property
+    def kinds(self) -> Kinds:
+        return kinds_of(self.paths)
+
+
+def kinds_of(paths: Iterable[str]) -> Kinds:
+    kinds: dict[str, set[tuple[str, ...]]] = {}
+    for path in paths:
+        kinds.setdefault(_kind(path), set()).add(tuple(_NUMBER.findall(_HASH.sub(_HASH_MARK, path))))
+    return {kind: frozenset(numbers) for kind, numbers in kinds.items()}
+
+
+def has_all(kinds: Kinds, before: Kinds) -> bool:
+    """Whether there are as many files of each kind as before. Of names that are hashes the number is left to chance."""
+    return all(
+        len(kinds.get(kind, ())) >= (1 if _HASH_MARK in kind else len(numbers)) for kind, numbers in before.items()
+    )
+
+
+def is_of_one_save(kinds: Kinds, before: Kinds) -> bool:
+    """Whether the numbers that differ within a group are those that did in the group before: of ranks, not of steps."""
+    for kind, numbers in kinds.items():
+        columns, columns_before = _columns(numbers), _columns(before.get(kind, frozenset()))
+        if any(len(own) > 1 and own != other for own, other in zip(columns, columns_before, strict=False)):
+            return False
+    return True
+
+
+def bursts(writes: Sequence[Write]) -> Iterator[list[Write]]:
+    """Divide writes where a pause is as long as `QUIET_SECONDS`."""
+    return _divided(sorted(writes, key=lambda write: write.ended_at), QUIET_SECONDS)
+
+
+def groups(writes: Sequence[Write]) -> list[WriteGroup]:
+    """Return the groups of writes, in the order of time."""
+    found: list[WriteGroup] = []
+    for burst in bursts(writes):
+        longest_seconds = max(_pauses(burst), default=0.0)
+        is_divided = longest_seconds >= _SHORTEST_PAUSE_SECONDS
+        parts = _joined(_divided(burst, longest_seconds / 2 if is_divided else QUIET_SECONDS))
+        for number, part in enumerate(parts):
+            begun_at = min(write.begun_at for write in part)
+            before_seconds = begun_at - found[-1].ended_at if found else math.inf
+            paths = frozenset(write.path for write in part)
+            is_repeated = len(paths) == 1 and len(part) > _FEW
+            found.append(
+                WriteGroup(
+                    paths=paths,
+                    begun_at=begun_at,
+                    ended_at=max(write.ended_at for write in part),
+                    pause_seconds=min(
+                        QUIET_SECONDS, (longest_seconds if is_divided or is_repeated else before_seconds) / 2
+                    ),
+                    is_regular=len(paths) == len(part) and _begins_as_the_first(part, parts[: number + 1]),
+                    is_repeated=is_repeated,
+                )
+            )
+    return found
+
+
+def _joined(parts: Iterable[list[Write]]) -> list[list[Write]]:
+    """Join a part to the one before it if its numbers are no other save's: a rank's files came late."""
+    found: list[list[Write]] = []
+    known: dict[str, frozenset[tuple[str, ...]]] = {}
+    for part in parts:
+        kinds = kinds_of(write.path for write in part)
+        if found and all(_is_known(numbers, known.get(kind, frozenset())) for kind, numbers in kinds.items()):
+            found[-1].extend(part)
+        else:
+            found.append(part)
+        known |= {kind: numbers | known.get(kind, frozenset()) for kind, numbers in kinds.items()}
+    return found
+
+
+def _is_known(numbers: frozenset[tuple[str, ...]], known: frozenset[tuple[str, ...]]) -> bool:
+    """Whether paths are new ones of a kind, but none of their numbers is."""
+    columns = zip(_columns(numbers), _columns(known), strict=False)
+    return bool(known) and numbers.isdisjoint(known) and not any(own.isdisjoint(other) for own, other in columns)
+
+
+def _columns(numbers: frozenset[tuple[str, ...]]) -> list[set[str]]:
+    return [set(column) for column in zip(*numbers, strict=True)]
+
+
+def _begins_as_the_first(part: Sequence[Write], parts: Sequence[Sequence[Write]]) -> bool:
+    """Whether the last of these parts is a save like those before it, as far as the order of its files tells.
+
+    It begins with the kind of file with which the first part like it began, after a rest; and the part just before it
+    has a kind of it, because files that take turns may be one save.
+    """
+    kinds = [_kind(write.path) for write in part]
+    for other in parts:
+        common = [kind for write in other if (kind := _kind(write.path)) in kinds]
+        if common:
+            takes_turns = len(parts) > 1 and not any(_kind(write.path) in kinds for write in parts[-2])
+            return common[0] == kinds[0] and not takes_turns
+    return True
+
+
+def is_complete(
+    group: WriteGroup,
+    before: Kinds | None,
+    *,
+    next_at: float | None,
+    at: float,
+    is_renamed: bool,
+    is_proven: bool,
+) -> bool:
+    """Return whether no file of a group is still to come.
+
+    Args:
+        before: The kinds of the related group; None if there is none.
+        next_at: When the next group began.
+        at: Now; or when the program was killed.
+        is_renamed: Each file of the group appeared under its name complete.
+        is_proven: The program was killed, and more than time speaks for each file of the group.
+    """
+    pause_seconds = (at if next_at is None else next_at) - group.ended_at
+    if group.is_repeated and (before is None or has_all(group.kinds, before)):
+        return pause_seconds >= group.pause_seconds or is_renamed or is_proven
+    if before is None:
+        return pause_seconds >= QUIET_SECONDS or is_renamed
+    if not has_all(group.kinds, before):
+        return pause_seconds >= QUIET_SECONDS and at - group.ended_at >= LATE_SECONDS
+    if pause_seconds >= QUIET_SECONDS:
+        return True
+    if not group.is_regular or not is_of_one_save(group.kinds, before):
+        return False
+    return pause_seconds >= group.pause_seconds or is_renamed or is_proven
+
+
+def related_kinds(group: WriteGroup, earlier: Sequence[Kinds], later: Sequence[WriteGroup]) -> Kinds | None:
+    """Return the kinds of the last group before this one that had a kind of it, or else of the first one after it."""
+    own = group.kinds.keys()
+    candidates = (*reversed(earlier), *(other.kinds for other in later))
+    return next((kinds for kinds in candidates if not own.isdisjoint(kinds)), None)
+
+
+def _kind(path: str) -> str:
+    return _NUMBER.sub("#", _HASH.sub(_HASH_MARK, path))
+
+
+def _pauses(writes: Sequence[Write]) -> Iterator[float]:
+    """Yield the pauses between writes that are in the order of their ends."""
+    ended_at = writes[0].ended_at if writes else 0.0
+    for write in writes[1:]:
+        yield write.begun_at - ended_at
+        ended_at = max(ended_at, write.ended_at)
+
+
+def _divided(writes: Sequence[Write], pause_seconds: float) -> Iterator[list[Write]]:
+    part: list[Write] = []
+    for write, pause in zip(writes, (0.0, *_pauses(writes)), strict=False):
+        if part and pause >= pause_seconds:
+            yield part
+            part = []
+        part.append(write)
+    if part:
+        yield part

@@ -1,0 +1,480 @@
+"""When a snapshot of the output directories is due, and which files are fit for it: programs on a virtual clock.
+
+`Played` is a program whose writes happen at given times. It is looked at four times a second, as the agent does, and
+what is fit is stored at once.
+"""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import pytest
+
+from keepstep_agent.core.mirror.file_states import Evidence, Proof
+from keepstep_agent.core.mirror.output_history import Decision, OutputHistory, ProgramEnd
+from keepstep_agent.core.mirror.output_scan import OutputScan, is_log
+from keepstep_agent.core.model import Fingerprint
+
+LOOK_SECONDS = 0.25
+BETWEEN_SECONDS = 10.0
+UNIX = 1_800_000_000.0
+
+
+@dataclass
+class File:
+    inode: int
+    content: str
+    written_at: float
+    is_open: bool = False
+    settled: bool = False
+
+    def seen(self) -> Fingerprint:
+        return Fingerprint(
+            size_bytes=len(self.content), mtime_ns=round((UNIX + self.written_at) * 1e9), inode=self.inode
+        )
+
+
+def format_of(path: str, content: str) -> Proof:
+    """`.pt` ends with an E, as a zip shows its end; `.db` is a database; others show nothing."""
+    if path.endswith(".pt"):
+        return Proof.WHOLE if content.endswith("E") else Proof.BROKEN
+    return Proof.ANY_INSTANT if path.endswith(".db") else Proof.NONE
+
+
+@dataclass
+class Played:
+    """`knows_open`: the kernel tells who has a file open."""
+
+    knows_open: bool = True
+    now: float = 0.0
+    files: dict[str, File] = field(default_factory=dict)
+    links: dict[str, str] = field(default_factory=dict)
+    stored: dict[str, Fingerprint] = field(default_factory=dict)
+    contents: dict[str, str] = field(default_factory=dict)
+    left_out: frozenset[str] = frozenset()
+    taken_at: list[float] = field(default_factory=list)
+    history: OutputHistory = field(default_factory=lambda: OutputHistory({}))
+    decision: Decision = field(default_factory=Decision)
+    _inodes: "itertools.count[int]" = field(default_factory=lambda: itertools.count(1))
+    _looked_at: float = 0.0
+    _lengths: dict[str, str] = field(default_factory=dict)
+
+    def wait(self, seconds: float) -> None:
+        until = self.now + seconds
+        while self._looked_at + LOOK_SECONDS <= until:
+            self._looked_at += LOOK_SECONDS
+            self.now = self._looked_at
+            self.look()
+        self.now = until
+
+    def look(self, *, lives: bool = True, end: ProgramEnd | None = None) -> None:
+        scan = OutputScan(
+            files={path: file.seen() for path, file in self.files.items()},
+            settled=frozenset(path for path, file in self.files.items() if file.settled),
+            links=dict(self.links),
+        )
+        asked = self.history.to_examine(scan, self.stored)
+        evidence = {path: self._evidence(path, grew=grew) for path, grew in asked.items()}
+        self.history.note(scan, evidence, at=self.now, unix_at=UNIX + self.now, lives=lives)
+        self.decision = self.history.decide(self.stored, self.links, end)
+        between_seconds = BETWEEN_SECONDS if self.decision.fit.isdisjoint(self.left_out) else 2.0
+        late = not self.taken_at or self.now - self.taken_at[-1] >= between_seconds
+        if end is not None or (self.decision.due and late):
+            self._store(scan)
+
+    def end(self, *, failed: bool = False, after_seconds: float = 0.1) -> frozenset[str]:
+        """The program ends, and a last look is taken. Return what is left out."""
+        died_at = self.now
+        for file in self.files.values():
+            file.is_open = False
+        self.now += after_seconds
+        self.look(lives=False, end=ProgramEnd(failed_at=died_at) if failed else ProgramEnd())
+        return frozenset(self.decision.left_out)
+
+    def _evidence(self, path: str, *, grew: bool) -> Evidence:
+        file, before = self.files[path], self._lengths.get(path)
+        if grew:
+            self._lengths[path] = file.content
+        return Evidence(
+            proof=format_of(path, file.content),
+            reason="torn" if format_of(path, file.content) is Proof.BROKEN else "",
+            is_open=file.is_open if self.knows_open else None,
+            only_grew=file.content.startswith(before) if grew and before is not None else None,
+        )
+
+    def _store(self, scan: OutputScan) -> None:
+        fit = [
+            path
+            for path, seen in scan.files.items()
+            if self.stored.get(path) != seen and path not in self.decision.left_out
+        ]
+        gone = self.stored.keys() - scan.files.keys()
+        if self.decision.left_out or not gone:
+            gone = set()
+        if not fit and not gone:
+            return
+        self.taken_at.append(self.now)
+        self.left_out = frozenset(self.decision.left_out)
+        self.history.taken()
+        for path in gone:
+            del self.stored[path], self.contents[path]
+        for path in fit:
+            self.stored[path], self.contents[path] = scan.files[path], self.files[path].content
+
+    def open(self, path: str) -> None:
+        """Open for writing, as `open(path, "w")` does."""
+        inode = self.files[path].inode if path in self.files else next(self._inodes)
+        self.files[path] = File(inode=inode, content="", written_at=self.now, is_open=True)
+
+    def append(self, path: str, text: str, *, close: bool = True) -> None:
+        if path not in self.files:
+            self.open(path)
+        file = self.files[path]
+        file.content, file.written_at, file.is_open = file.content + text, self.now, not close
+
+    def write(self, path: str, content: str, *, seconds: float = 0.0, pieces: int = 1, keep_open: bool = False) -> None:
+        """Write a file in place."""
+        self.open(path)
+        for number in range(pieces):
+            begin, end = len(content) * number // pieces, len(content) * (number + 1) // pieces
+            self.append(path, content[begin:end], close=False)
+            self.wait(seconds / pieces)
+        self.files[path].is_open = keep_open
+
+    def replace(self, path: str, content: str, *, seconds: float = 0.0) -> None:
+        """Write another file and rename it."""
+        self.write(f"{path}.tmp", content, seconds=seconds)
+        self.files[path] = self.files.pop(f"{path}.tmp")
+        self.files[path].settled = True
+
+    def delete(self, path: str) -> None:
+        del self.files[path]
+
+
+def saves_stored(played: Played, path: str) -> int:
+    return int(played.contents.get(path, "0").rstrip("E").split(",")[0])
+
+
+@pytest.fixture(params=[True, False], ids=["open-files-are-known", "open-files-are-unknown"])
+def played(request: pytest.FixtureRequest) -> Played:
+    return Played(knows_open=request.param)
+
+
+def test_a_snapshot_is_due_when_all_has_been_quiet_for_two_seconds(played: Played) -> None:
+    played.write("out/ckpt", "1")
+    played.wait(1.7)
+    assert not played.taken_at
+    played.wait(0.6)
+    assert saves_stored(played, "out/ckpt") == 1
+    played.wait(0.3)
+    assert not played.decision.restless
+
+
+@pytest.mark.parametrize("period_seconds", [0.3, 0.7, 1.0, 2.0])
+def test_a_program_that_renames_each_save_is_stored_however_fast_it_is(played: Played, period_seconds: float) -> None:
+    for number in range(1, round(60 / period_seconds)):
+        played.wait(period_seconds - 0.2)
+        played.replace("out/ckpt.pt", f"{number}E", seconds=0.2)
+    assert (number - saves_stored(played, "out/ckpt.pt")) * period_seconds <= 15
+    assert not played.end(failed=True)
+    assert saves_stored(played, "out/ckpt.pt") == number
+
+
+@pytest.mark.parametrize("period_seconds", [1.0, 1.5, 2.1])
+def test_files_written_in_place_without_a_rest_are_stored_as_one_save(played: Played, period_seconds: float) -> None:
+    for number in range(1, round(60 / period_seconds)):
+        played.wait(period_seconds - 0.1)
+        for name in ("model.pt", "optimizer.pt"):
+            played.write(f"out/{name}", f"{number}E", seconds=0.05)
+        assert len(set(played.contents.values())) <= 1
+    assert (number - saves_stored(played, "out/model.pt")) * period_seconds <= 15
+
+
+def test_a_file_that_proves_itself_is_stored_although_it_is_hardly_ever_at_rest(played: Played) -> None:
+    for number in range(1, 60):
+        played.write("out/state.pt", f"{number},{'x' * 20}E", seconds=0.5, pieces=10)
+        played.wait(0.45)
+        assert played.contents.get("out/state.pt", "E").endswith("E")
+    assert int(played.contents["out/state.pt"].split(",")[0]) >= 45
+    assert 3 <= len(played.taken_at) <= 8
+
+
+def test_two_files_with_a_long_pause_between_them_are_never_mixed(played: Played) -> None:
+    played.wait(3)
+    for number in range(1, 40):
+        played.write("out/model.pt", f"{number}E", seconds=0.3)
+        played.wait(1.6)
+        played.write("out/optimizer.pt", f"{number}E", seconds=0.3)
+        played.wait(0.1)
+        assert len(set(played.contents.values())) <= 1
+    assert played.decision.waiting_since is not None
+    assert played.now - played.decision.waiting_since > 60
+    assert not played.end()
+    assert set(played.contents.values()) == {"39E"}
+
+
+def test_two_files_that_take_turns_are_never_mixed(played: Played) -> None:
+    played.wait(3)
+    for number in range(1, 40):
+        for name in ("model.pt", "optimizer.pt"):
+            played.write(f"out/{name}", f"{number}E", seconds=0.1)
+            played.wait(1.2)
+        assert len(set(played.contents.values())) <= 1
+
+
+@pytest.mark.parametrize("step", [10, 25])
+def test_ranks_whose_files_come_late_are_never_mixed(played: Played, step: int) -> None:
+    played.wait(3)
+    for number in range(step, 20 * step, step):
+        played.write(f"out/step-{number}/rank0.pt", f"{number}E", seconds=0.4)
+        played.wait(1.2)
+        if number == 15 * step:
+            break
+        played.write(f"out/step-{number}/rank1.pt", f"{number}E", seconds=0.4)
+        played.wait(0.2)
+    played.end(failed=True)
+    for path in played.contents:
+        other = path.replace("rank0", "rank1") if "rank0" in path else path.replace("rank1", "rank0")
+        assert other in played.contents
+
+
+def test_ranks_that_seem_to_save_by_themselves_are_not_taken_for_saves(played: Played) -> None:
+    played.wait(3)
+    for number in range(5, 100, 5):
+        for rank in (0, 1):
+            played.write(f"out/step-{number}/rank{rank}.pt", f"{number}E", seconds=0.1)
+            played.wait(1.2)
+            assert number <= 10 or rank == 1 or f"out/step-{number}/rank0.pt" not in played.contents
+        if number == 60:
+            break
+    assert "out/step-40/rank1.pt" in played.contents
+    played.write("out/step-65/rank0.pt", "65E", seconds=0.1)
+    assert "out/step-65/rank0.pt" in played.end(failed=True)
+
+
+def test_a_state_that_is_written_in_place_and_shows_no_end_is_stored_when_it_rests(played: Played) -> None:
+    for number in range(1, 20):
+        played.write("out/state.bin", f"{number}", seconds=0.4, pieces=4)
+        played.wait(2.2 if number % 4 == 0 else 0.4)
+    assert played.contents["out/state.bin"] in {str(number) for number in range(4, 20, 4)}
+
+
+def test_a_closed_file_that_shows_no_end_is_whole_while_its_program_lives() -> None:
+    played = Played()
+    for number in range(1, 40):
+        played.write("out/state.bin", f"{number},", seconds=0.3, pieces=3)
+        played.wait(1.2)
+    assert 39 - saves_stored(played, "out/state.bin") <= 10
+    played.open("out/state.bin")
+    assert played.end(failed=True) == {"out/state.bin"}
+
+
+def test_a_log_of_any_name_neither_delays_a_save_nor_is_waited_for(played: Played) -> None:
+    for number in range(1, 30):
+        for _ in range(10):
+            played.append("out/metrics.csv", f"line {number}\n")
+            played.wait(0.4)
+        played.write("out/ckpt.pt", f"{number}E", seconds=0.2)
+    assert 29 - saves_stored(played, "out/ckpt.pt") <= 3
+    assert played.contents["out/metrics.csv"].startswith("line 1\n")
+    assert not played.end(failed=True)
+
+
+def test_a_file_that_is_held_open_and_grows_slowly_is_a_log_after_a_while(played: Played) -> None:
+    for number in range(1, 120):
+        played.append("out/console", f"line {number}\n", close=False)
+        played.wait(0.5)
+        if number % 20 == 0:
+            played.write("out/ckpt", f"{number}", seconds=0.1)
+    assert saves_stored(played, "out/ckpt") >= 100
+    assert "out/console" in played.contents
+
+
+def test_the_lines_of_the_run_itself_are_a_log_whatever_their_file_is_called() -> None:
+    played = Played(history=OutputHistory({}, log_inodes=frozenset({1})))
+    for number in range(1, 60):
+        played.append("out/console.txt", f"line {number}\n", close=False)
+        played.wait(0.2)
+        if number % 20 == 0:
+            played.write("out/ckpt", f"{number}", seconds=0.1)
+    assert saves_stored(played, "out/ckpt") >= 20
+    assert len(played.taken_at) <= 2
+
+
+def test_a_small_state_that_is_rewritten_all_the_time_is_never_taken_for_a_log(played: Played) -> None:
+    for number in range(1, 200):
+        played.write("out/state.bin", f"{number}" * 30 + "!", seconds=0.9, pieces=9)
+        played.wait(0.1)
+        assert played.contents.get("out/state.bin", "!").endswith("!")
+
+
+def test_a_database_is_stored_although_it_is_never_quiet_and_delays_nothing(played: Played) -> None:
+    for number in range(1, 60):
+        played.append("out/study.db", f"{number}", close=False)
+        played.wait(0.5)
+        if number % 10 == 0:
+            played.write("out/ckpt", f"{number}", seconds=0.1)
+    assert saves_stored(played, "out/ckpt") >= 40
+    assert len(played.contents["out/study.db"]) > 40
+
+
+def test_a_kill_within_a_save_leaves_the_save_before(played: Played) -> None:
+    for number in (1, 2):
+        for name in ("model.pt", "optimizer.pt"):
+            played.write(f"out/{name}", f"{number}E", seconds=0.2)
+        played.wait(12)
+    played.write("out/model.pt", "3E", seconds=0.2)
+    assert played.end(failed=True) == {"out/model.pt"}
+    assert set(played.contents.values()) == {"2E"}
+
+
+def test_a_kill_just_after_a_save_loses_nothing_that_is_proven(played: Played) -> None:
+    for number in (1, 2):
+        for name in ("model.pt", "optimizer.pt"):
+            played.write(f"out/{name}", f"{number}E", seconds=0.2)
+        played.wait(12 if number == 1 else 0.1)
+    assert not played.end(failed=True)
+    assert set(played.contents.values()) == {"2E"}
+
+
+def test_a_program_that_ended_well_has_finished_all_that_is_not_broken(played: Played) -> None:
+    played.write("out/model", "1", seconds=0.1)
+    played.write("out/half.pt", "1", seconds=0.1)
+    assert played.end() == {"out/half.pt"}
+    assert played.contents == {"out/model": "1"}
+
+
+def test_a_folder_that_was_renamed_is_whole_with_all_that_is_in_it(played: Played) -> None:
+    for number in (1, 2):
+        for name in ("a", "b"):
+            played.write(f"out/tmp/{name}", f"{number}", seconds=0.3)
+        # Of this one no look has shown anything yet.
+        played.write("out/tmp/late", f"{number}")
+        for name in ("a", "b", "late"):
+            played.files[f"out/{number}/{name}"] = played.files.pop(f"out/tmp/{name}")
+        if number == 1:
+            played.wait(13)
+    assert not played.end(failed=True)
+    assert {path for path in played.contents if path.startswith("out/2/")} == {"out/2/a", "out/2/b", "out/2/late"}
+
+
+def test_files_that_are_renamed_one_by_one_go_together_all_the_same(played: Played) -> None:
+    """As the chunks of an array, which lie in place and each of which is replaced."""
+    for number in range(1, 20):
+        for name in ("chunk-0", "chunk-1", "chunk-2"):
+            played.replace(f"out/{name}", f"{number}", seconds=0.1)
+            assert len(set(played.contents.values())) <= 1
+        played.wait(1.5)
+    played.replace("out/chunk-0", "20", seconds=0.1)
+    assert played.end(failed=True) == {"out/chunk-0", "out/chunk-1", "out/chunk-2"}
+    (stored,) = set(played.contents.values())
+    assert 13 <= int(stored) <= 19
+
+
+def test_the_first_save_of_all_survives_a_kill_if_it_was_renamed(played: Played) -> None:
+    played.replace("out/ckpt.pt", "1E", seconds=0.3)
+    assert not played.end(failed=True)
+    assert played.contents == {"out/ckpt.pt": "1E"}
+
+
+def test_files_with_hashes_in_their_names_go_with_their_marker(played: Played) -> None:
+    for number in range(1, 4):
+        for _ in range(5 - number):
+            name = f"{number * 7919:032x}"
+            played.write(f"out/step-{number}/data/{name}", f"{number}", seconds=0.1)
+        played.write(f"out/step-{number}/INDEX", f"{number}", seconds=0.1)
+        played.wait(4)
+    assert f"out/step-{3}/INDEX" in played.contents
+    played.write(f"out/step-4/data/{4 * 7919:032x}", "4", seconds=0.1)
+    assert played.end(failed=True)
+    assert not any("step-4" in path for path in played.contents)
+
+
+def test_a_program_that_deletes_its_saves_before_they_are_stored_is_stored_all_the_same(played: Played) -> None:
+    for number in range(1, 30):
+        for name in ("a.pt", "b.pt"):
+            played.write(f"out/step-{number}/{name}", f"{number}E", seconds=0.1)
+        played.wait(1.3)
+        if number > 1:
+            for name in ("a.pt", "b.pt"):
+                played.delete(f"out/step-{number - 1}/{name}")
+    assert max(int(path.split("/")[1].removeprefix("step-")) for path in played.contents) >= 20
+
+
+def test_a_save_with_fewer_files_than_before_is_stored_a_little_later(played: Played) -> None:
+    for name in ("a", "b"):
+        played.write(f"out/step-1/{name}", "1", seconds=0.1)
+    played.wait(13)
+    played.write("out/step-2/a", "2", seconds=0.1)
+    played.wait(5)
+    assert "out/step-2/a" not in played.contents
+    assert played.decision.left_out == {"out/step-2/a": "files that belong to it may be missing"}
+    played.wait(6)
+    assert played.contents["out/step-2/a"] == "2"
+
+
+def test_a_deletion_and_another_link_are_changes_too(played: Played) -> None:
+    played.write("out/a", "1")
+    played.write("out/b", "1")
+    played.wait(13)
+    played.delete("out/a")
+    played.wait(3)
+    assert set(played.contents) == {"out/b"}
+
+
+def test_a_file_that_was_deleted_a_moment_ago_may_have_a_successor() -> None:
+    played = Played()
+    played.write("out/ckpt-1", "1")
+    played.wait(13)
+    played.delete("out/ckpt-1")
+    played.wait(1)
+    assert played.decision.deleted == {"out/ckpt-1"}
+    played.wait(2)
+    assert not played.decision.deleted
+
+
+def test_logs_alone_are_data_and_beside_anything_else_they_are_not(played: Played) -> None:
+    played.append("out/state.jsonl", "1\n")
+    played.wait(3)
+    assert "out/state.jsonl" in played.contents
+    assert is_log("out/state.jsonl")
+    played.write("out/ckpt", "1")
+    played.wait(13)
+    taken = list(played.taken_at)
+    played.append("out/state.jsonl", "2\n")
+    played.wait(13)
+    assert played.taken_at == taken
+
+
+def test_what_was_stored_and_is_no_more_is_due_again() -> None:
+    played = Played()
+    played.write("out/a", "1")
+    played.wait(13)
+    played.stored.clear()
+    played.wait(0.3)
+    assert "out/a" in played.stored
+
+
+def together(decision: Decision, paths: Sequence[str]) -> set[int | None]:
+    return {decision.together.get(path) for path in paths}
+
+
+def test_files_of_one_group_are_pinned_together_and_a_database_with_its_log() -> None:
+    played = Played()
+    for name in ("a", "b"):
+        played.write(f"out/{name}", "1")
+    played.wait(5)
+    played.write("out/c", "1")
+    played.append("out/x.db", "1")
+    played.wait(1)
+    assert len(together(played.decision, ["out/c"])) == 1
+    assert played.decision.together["out/c"] != played.decision.together["out/x.db"]
+
+
+def test_names_that_cannot_be_stored_are_told_and_make_nothing_due() -> None:
+    played = Played()
+    played.write("out/a\nb", "1")
+    played.wait(30)
+    assert "control character" in played.decision.left_out["out/a\nb"]
+    assert not played.decision.due
+    assert not played.decision.restless
