@@ -19,16 +19,16 @@ from typing import Any, Final
 
 from tests.harness.agent_process import wait_until
 from tests.harness.bucket_view import step_of
-from tests.harness.run_process import RunProcess
+from tests.harness.run_process import JUST_IN_TIME, NOT_DURABLE, RunProcess
 
 PACE: Final = {"STEP_SECONDS": "0.03", "WRITE_SECONDS": "0.03", "EVALUATION_SECONDS": "9"}
 """An evaluation is twice as long as the quiet that a snapshot waits for, with the pauses between the looks: on a busy
 machine the agent looks late."""
+RESTLESS_PACE: Final = {"STEP_SECONDS": "0.3", "WRITE_SECONDS": "0.03"}
+"""Without a rest as long as the one after which a program counts as quiet."""
 SLOW_PACE: Final = {**PACE, "WRITE_SECONDS": "0.2"}
 # They bound a hang and judge no speed.
 _WAIT_SECONDS: Final = 400.0
-# A snapshot of a quiet moment holds everything that was complete so long before.
-_QUIET_SECONDS: Final = 2.0
 _LATE_SECONDS: Final = 4.0
 _RANDOM_SECONDS: Final = 2.5
 _MOST_CHANGES: Final = 6
@@ -41,6 +41,14 @@ class Moment(StrEnum):
     JUST_SAVED = "when one of the first saves is complete"
     WRITE = "while it writes a checkpoint"
     ANY = "at any moment"
+
+
+class Ending(StrEnum):
+    """How a life ends."""
+
+    PROGRAM = "the program is killed"
+    EVERYTHING = "the program, its runner and its agent are killed"
+    TOLD = "the run gets a SIGTERM, for which the program has no handler"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +65,9 @@ class Snapshot:
 class Lives:
     """All lives of one program.
 
+    `pace`: how long its work takes in the lives that are killed. `held_seconds`: a snapshot holds everything that was
+    complete so long before.
+
     `saved` are the steps that it may have complete, and `stored` is the one that it must not fall behind. `torn` counts
     the saves that a kill cut short. `log` is what the last whole life printed, with its agent.
     """
@@ -65,6 +76,8 @@ class Lives:
     folder: Path
     seed: int
     command: tuple[str, ...] = (sys.executable,)
+    pace: Mapping[str, str] = field(default_factory=lambda: PACE)
+    held_seconds: float = 2.0
     saved: set[int] = field(default_factory=lambda: {0})
     stored: int = 0
     resumed: list[int] = field(default_factory=list)
@@ -80,15 +93,25 @@ class Lives:
     def store(self) -> Path:
         return self.folder / "store"
 
-    def killed(self, steps: int, moment: Moment) -> None:
-        """Start it, kill it at that moment, and lose its disk."""
-        with self._life(steps, PACE) as run:
+    def killed(self, steps: int, moment: Moment, ending: Ending = Ending.PROGRAM) -> None:
+        """Start it, end it at that moment, and lose its disk."""
+        with self._life(steps, self.pace) as run:
             self._wait_begun(run)
             if moment in (Moment.WRITE, Moment.ANY):
                 self._wait_snapshot(run)
             _MOMENTS[moment](run, self.output, random.Random(f"{self.program} {self.seed} {len(self.resumed)}"))
-            _kill(run, launched=len(self.command) > 1)
-            self._note_end(run, moment)
+            said = [int(line[1]) for line in _said(run, "saved")]
+            match ending:
+                case Ending.PROGRAM:
+                    _kill(run, launched=len(self.command) > 1)
+                case Ending.EVERYTHING:
+                    _kill_everything(run)
+                case Ending.TOLD:
+                    run.signal(signal.SIGTERM)
+            self._note_end(run, f"{moment}, {ending}", ending)
+            if ending is Ending.TOLD and run.process.returncode == JUST_IN_TIME:
+                # All that was whole is stored.
+                self.stored = max([self.stored, *said])
 
     def killed_when(
         self, steps: int, holds: Callable[[Path], bool], *, snapshot_first: bool = False, late_agent: bool = False
@@ -128,9 +151,12 @@ class Lives:
         run = RunProcess(
             self.folder / f"volume-{len(self.resumed)}",
             f"file://{self.store}",
-            environment=pace,
+            # Its defaults would win over the environment.
+            trainer=pace,
             command=(*self.command, "-m", f"tests.programs.{self.program}", str(self.output), str(steps)),
             watch=self.output,
+            # Nobody has given back what those held that were killed.
+            take_over=True,
         )
         try:
             with run:
@@ -154,14 +180,21 @@ class Lives:
         before = self._markers()
         _wait(run, lambda: self._markers() > before, "a snapshot is stored")
         number = max(step_of(marker) for marker in self._markers())
-        lines = [line for line in _said(run, "saved") if float(line[2]) <= number - _QUIET_SECONDS]
+        lines = [line for line in _said(run, "saved") if float(line[2]) <= number - self.held_seconds]
         self.stored = max([self.stored, *(int(line[1]) for line in lines)])
 
-    def _note_end(self, run: RunProcess, moment: str) -> None:
+    def _note_end(self, run: RunProcess, moment: str, ending: Ending = Ending.PROGRAM) -> None:
         code = run.wait(_WAIT_SECONDS)
         self._note_saved(run)
-        self.history.append(f"killed {moment}: it said {_last(run)}; it had {_names(self.output)}")
-        assert code == 128 + signal.SIGKILL
+        self.history.append(f"ended {moment}: {code}; it said {_last(run)}; it had {_names(self.output)}")
+        match ending:
+            case Ending.PROGRAM:
+                assert code == 128 + signal.SIGKILL
+            case Ending.EVERYTHING:
+                assert code == -signal.SIGKILL
+            case Ending.TOLD:
+                named = [line for line in run.output().splitlines() if line.startswith("keepstep: not durable: ")]
+                assert code == (NOT_DURABLE if named else JUST_IN_TIME)
 
     def _check_resumed(self, run: RunProcess) -> None:
         ((_, resumed),) = _said(run, "resumed")
@@ -195,8 +228,8 @@ class Lives:
 
 
 def _while_writing(run: RunProcess, output: Path, chance: random.Random) -> None:
-    """Wait until it begins a save, and its files have then changed some times."""
-    saving, changes = len(_said(run, "saving")), chance.randrange(1, _MOST_CHANGES)
+    """Wait until it begins a save, and its files have then changed some times, or not at all."""
+    saving, changes = len(_said(run, "saving")), chance.randrange(_MOST_CHANGES)
     _wait(run, lambda: len(_said(run, "saving")) > saving, "it saves")
     seen = _look(output)
 
@@ -262,6 +295,15 @@ def _kill(run: RunProcess, *, launched: bool) -> None:
                 # A rank may have ended because another one has.
                 with suppress(ProcessLookupError):
                     os.kill(one, signal.SIGKILL)
+
+
+def _kill_everything(run: RunProcess) -> None:
+    """SIGKILL the runner and all that it has started, at once."""
+    started = [run.process.pid, *_forked(run.process.pid)]
+    for pid in started:
+        os.kill(pid, signal.SIGSTOP)
+    for pid in started:
+        os.kill(pid, signal.SIGKILL)
 
 
 def _forked(pid: int) -> list[int]:

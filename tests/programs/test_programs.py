@@ -16,9 +16,8 @@ from typing import Any
 import pytest
 from tests.harness.bounds import HANG_SECONDS
 from tests.harness.warm_python import warm_python
-from tests.lanes import nightly
 from tests.programs.bin_shards import SHARDS
-from tests.programs.lives import Lives, Moment, Snapshot
+from tests.programs.lives import RESTLESS_PACE, Ending, Lives, Moment, Snapshot
 from tests.programs.training import PIECE_BYTES, newest
 
 PROGRAMS = {
@@ -51,13 +50,57 @@ PROGRAMS = {
         "latest_link",
         "unknown_layout",
     ],
+    "restless": [
+        "renames_each_save",
+        "last_and_best",
+        "numbered_and_named",
+        "json_in_place",
+        "lines_alone",
+        "output_beside",
+        "moved_in",
+    ],
+    "many-files": [
+        "many_folders_in_place",
+        "hashed_files",
+        "renamed_folders",
+        "rewritten_folder",
+        "fewer_each_time",
+        "many_small_files",
+    ],
+    "links-and-databases": [
+        "absolute_link",
+        "hard_links",
+        "sqlite_with_log",
+        "sqlite_with_journal",
+    ],
 }
+RESTLESS = frozenset({*PROGRAMS["restless"], "many_folders_in_place", "hashed_files", "many_small_files"})
+QUICK = ["files_side_by_side", "last_and_best", "json_in_place", "many_folders_in_place", "hashed_files"]
+"""Each writes in another way. They are killed in `make test`, all others in `make test-all`."""
+REAL_WRITERS = {
+    "h5py_in_place": "h5py",
+    "joblib_pickle": "joblib",
+    "lmdb_environment": "lmdb",
+    "orbax_manager": "orbax.checkpoint",
+    "tensorstore_array": "tensorstore",
+    "xgboost_model": "xgboost",
+    "zarr_group": "zarr",
+}
+"""Programs by the package that writes for them."""
 WITH_TORCH = ("one_file_in_place", "best_model_copy")
 ALL = [name for group in PROGRAMS.values() for name in group]
 STEPS = 200
-MORE_STEPS = 220
+ENDLESS_STEPS = 100_000
+RESTLESS_HELD_SECONDS = 15.0
 BEFORE = 40
-ROUNDS = (Moment.EARLY_WRITE, Moment.WRITE, Moment.ANY, Moment.JUST_SAVED, Moment.WRITE)
+WRITES = (Moment.EARLY_WRITE, Moment.WRITE, Moment.ANY, Moment.JUST_SAVED, Moment.WRITE)
+ROUNDS = [(moment, ending) for ending in (Ending.PROGRAM, Ending.EVERYTHING) for moment in WRITES]
+ROUNDS += [(Moment.WRITE, Ending.TOLD), (Moment.JUST_SAVED, Ending.TOLD)]
+QUICK_ROUNDS = [
+    (Moment.EARLY_WRITE, Ending.PROGRAM),
+    (Moment.WRITE, Ending.EVERYTHING),
+    (Moment.ANY, Ending.TOLD),
+]
 
 
 def uninterrupted(program: str, output: Path, steps: int) -> list[str]:
@@ -181,30 +224,51 @@ def test_a_save_that_a_kill_cut_short_is_no_part_of_the_snapshot(name: str, tmp_
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("group", ["files-side-by-side", *nightly(*sorted(PROGRAMS.keys() - {"files-side-by-side"}))])
-def test_a_killed_program_that_lost_its_disk_resumes_from_a_complete_save(group: str, tmp_path: Path) -> None:
+def test_a_program_whose_disk_is_lost_resumes_from_a_complete_save(tmp_path: Path) -> None:
+    live_and_die_together(QUICK, tmp_path, QUICK_ROUNDS)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("group", PROGRAMS)
+def test_a_program_resumes_from_a_complete_save_after_many_kills(group: str, tmp_path: Path) -> None:
+    live_and_die_together(PROGRAMS[group], tmp_path, ROUNDS)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("program", REAL_WRITERS)
+def test_what_others_write_is_whole_after_many_kills(program: str, tmp_path: Path) -> None:
+    pytest.importorskip(REAL_WRITERS[program])
+    live_and_die(program, tmp_path / "one", ROUNDS)
+
+
+def live_and_die_together(programs: Sequence[str], folder: Path, rounds: Sequence[tuple[Moment, Ending]]) -> None:
     # They mostly sleep.
-    with ThreadPoolExecutor(len(PROGRAMS[group])) as threads:
+    with ThreadPoolExecutor(len(programs)) as threads:
         ended = [
-            threads.submit(live_and_die, program, tmp_path / str(number))
-            for number, program in enumerate(PROGRAMS[group])
+            threads.submit(live_and_die, program, folder / str(number), rounds)
+            for number, program in enumerate(programs)
         ]
     errors = [error for one in ended if isinstance(error := one.exception(), Exception)]
     if errors:
         raise ExceptionGroup(f"{len(errors)} of {len(ended)} programs", errors)
 
 
-def live_and_die(program: str, folder: Path, seed: int = 0) -> None:
+def live_and_die(program: str, folder: Path, rounds: Sequence[tuple[Moment, Ending]], seed: int = 0) -> None:
     folder.mkdir()
     lives = Lives(program=program, folder=folder, seed=seed)
-    for moment in ROUNDS:
-        lives.killed(STEPS, moment)
+    if program in RESTLESS:
+        lives.pace, lives.held_seconds = RESTLESS_PACE, RESTLESS_HELD_SECONDS
+    for moment, ending in rounds:
+        lives.killed(ENDLESS_STEPS, moment, ending)
     while not lives.torn and len(lives.resumed) < 20:
         # Whoever looks late, on a busy machine, kills it when the save is just over.
-        lives.killed(STEPS, Moment.EARLY_WRITE)
-    digests = [lives.whole(steps) for steps in (STEPS, MORE_STEPS)]
-    assert digests == [digest_of(uninterrupted(program, folder / "alone", steps)) for steps in (STEPS, MORE_STEPS)]
-    assert max(lives.resumed[: len(ROUNDS)]) > 0, f"{program} resumed from {lives.resumed}"
+        lives.killed(ENDLESS_STEPS, Moment.EARLY_WRITE)
+    steps = [max(lives.saved) + more for more in (20, 40)]
+    digests = [lives.whole(last) for last in steps]
+    assert digests == [digest_of(uninterrupted(program, folder / "alone", last)) for last in steps]
+    assert max(lives.resumed[: len(rounds)]) > 0, f"{program} resumed from {lives.resumed}"
     assert lives.torn, f"{program} was never killed while it saved"
     check_sent(lives.snapshots())
 
