@@ -1,4 +1,4 @@
-"""Whether a process has a living child besides this one."""
+"""Which living children a process has besides this one."""
 
 import subprocess
 import sys
@@ -6,29 +6,29 @@ import sys
 from tests.harness.agent_process import wait_until
 from tests.harness.bounds import HANG_SECONDS
 
-from keepstep_agent.adapters.output.program import has_other_children
+from keepstep_agent.adapters.output.program import other_children
 
 
 def test_a_child_that_has_ended_counts_no_more_although_nobody_has_waited_for_it() -> None:
     # Children of the tests themselves, as warm processes, would count.
     code = """if True:
         import os, subprocess, sys
-        from keepstep_agent.adapters.output.program import has_other_children
-        print(has_other_children(os.getpid()))
+        from keepstep_agent.adapters.output.program import other_children
+        print(len(other_children(os.getpid())))
         child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-        print(has_other_children(os.getpid()))
+        print(len(other_children(os.getpid())))
         child.stdin.close()
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-        print(has_other_children(os.getpid()))
+        print(len(other_children(os.getpid())))
     """
     result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=HANG_SECONDS, check=True
     )
-    assert result.stdout.split() == ["False", "True", "False"]
+    assert result.stdout.split() == ["0", "1", "0"]
 
 
 def test_without_a_parent_to_ask_for_there_is_no_doubt() -> None:
-    assert has_other_children(None)
+    assert other_children(None) is None
     with subprocess.Popen(["true"]) as gone:
         wait_until(lambda: gone.poll() is not None, HANG_SECONDS, "it ends")
-    assert has_other_children(gone.pid), "the kernel does not say"
+    assert other_children(gone.pid) is None, "the kernel does not say"

@@ -5,7 +5,8 @@ what is fit is stored at once.
 """
 
 import itertools
-from collections.abc import Sequence
+import random
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -478,3 +479,115 @@ def test_names_that_cannot_be_stored_are_told_and_make_nothing_due() -> None:
     assert "control character" in played.decision.left_out["out/a\nb"]
     assert not played.decision.due
     assert not played.decision.restless
+
+
+def renamed(played: Played, number: int) -> None:
+    played.replace("out/ckpt.pt", f"{number}E", seconds=0.2)
+
+
+def in_place(played: Played, number: int) -> None:
+    played.write("out/ckpt.pt", f"{number}E", seconds=0.2)
+
+
+def without_an_end(played: Played, number: int) -> None:
+    played.write("out/ckpt", f"{number}", seconds=0.2)
+
+
+def two_in_place(played: Played, number: int) -> None:
+    for name in ("model.pt", "optimizer.pt"):
+        played.write(f"out/{name}", f"{number}E", seconds=0.1)
+
+
+def two_renamed(played: Played, number: int) -> None:
+    for name in ("model.pt", "optimizer.pt"):
+        played.replace(f"out/{name}", f"{number}E", seconds=0.1)
+
+
+def folders(played: Played, number: int) -> None:
+    for name in ("a.pt", "b.pt", "c.pt"):
+        played.write(f"out/step-{number}/{name}", f"{number}E", seconds=0.07)
+
+
+def numbered(played: Played, number: int) -> None:
+    played.write(f"out/step-{number}.pt", f"{number}E", seconds=0.2)
+
+
+SAVES = (renamed, in_place, without_an_end, two_in_place, two_renamed, folders, numbered)
+
+
+@pytest.mark.parametrize(
+    ("save", "period_seconds"),
+    [
+        (save, period_seconds)
+        for save in SAVES
+        for period_seconds in (1.0, 2.0, 3.0, 5.0, 12.0)
+        # Nothing tells that such a file is whole which is neither quiet nor, for long enough, closed.
+        if save is not without_an_end or period_seconds > 2
+    ],
+)
+def test_what_was_whole_15_seconds_before_all_is_lost_is_stored(
+    save: Callable[[Played, int], None], period_seconds: float, played: Played
+) -> None:
+    chance = random.Random(f"{save.__name__} {period_seconds}")
+    saved_at: list[float] = []
+    while played.now < 80:
+        until = played.now + period_seconds * chance.uniform(0.8, 1.2) - 0.2
+        while played.now < until:
+            played.wait(min(LOOK_SECONDS, until - played.now))
+            must_be_stored = sum(at <= played.now - 15 for at in saved_at)
+            assert max([0, *(saves_stored(played, path) for path in played.contents)]) >= must_be_stored
+        save(played, len(saved_at) + 1)
+        saved_at.append(played.now)
+
+
+def test_the_inode_of_a_deleted_file_makes_no_new_file_a_renamed_one(played: Played) -> None:
+    """Filesystems give it to the next one at once."""
+    played.write("out/step-3/state.bin", "3" * 52)
+    played.wait(13)
+    inode = played.files["out/step-3/state.bin"].inode
+    played.delete("out/step-3/state.bin")
+    played.write("out/step-4/state.bin", "4" * 20, keep_open=True)
+    played.files["out/step-4/state.bin"].inode = inode
+    assert played.end(failed=True) == {"out/step-4/state.bin"}
+    assert set(played.contents) == {"out/step-3/state.bin"}
+
+
+def test_a_lock_that_a_look_has_shown_is_no_part_of_a_save(played: Played) -> None:
+    for number in range(1, 4):
+        played.write("out/ckpt.lock", "", seconds=0.3 if number == 2 else 0.0)
+        played.delete("out/ckpt.lock")
+        for name in ("a.pt", "b.pt"):
+            played.write(f"out/{name}", f"{number}E", seconds=0.2)
+        played.wait(12 if number < 3 else 0.1)
+    assert not played.end(failed=True)
+    assert set(played.contents.values()) == {"3E"}
+
+
+def test_names_with_signs_in_place_of_numbers_are_of_other_kinds(played: Played) -> None:
+    for number in range(1, 4):
+        for name in ("C#.bin", "C1.bin", "C*.bin"):
+            played.write(f"out/{name}", f"{number}", seconds=0.1)
+        played.wait(12)
+    assert set(played.contents.values()) == {"3"}
+
+
+def test_a_program_that_never_rests_is_remembered_for_a_minute() -> None:
+    played = Played()
+    for number in range(1, 250):
+        played.write(f"out/step-{number}.pt", f"{number}E", seconds=0.1)
+        played.wait(0.9)
+        if number > 3:
+            played.delete(f"out/step-{number - 3}.pt")
+    assert len([*played.history._past_writes, *played.history._last_writes]) < 80
+
+
+def test_what_could_not_be_read_or_is_gone_with_its_directory_was_not_deleted() -> None:
+    seen = Fingerprint(size_bytes=1, mtime_ns=1, inode=1)
+    stored = {"out/a/x": seen, "logs/y": seen}
+    history = OutputHistory(stored)
+    scan = OutputScan(problems={"out/a": "it cannot be read"}, missing=frozenset({"logs"}))
+    for at in (100.0, 110.0):
+        history.note(scan, {}, at=at, unix_at=UNIX, lives=True)
+        assert not history.decide(stored, {"logs/latest": "y"}).due
+    history.note(OutputScan(missing=frozenset({"logs"})), {}, at=120.0, unix_at=UNIX, lives=True)
+    assert history.decide(stored, {}).restless

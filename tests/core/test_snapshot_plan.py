@@ -172,3 +172,12 @@ def test_a_link_to_what_is_left_out_keeps_its_last_target() -> None:
 def test_the_base_is_read_as_it_was_written() -> None:
     base = base_of(held("out/a", seen(50)), others={"out/b": seen(5, inode=2)})
     assert decode_base(encode_base(base)) == base
+
+
+def test_a_link_in_the_place_of_a_stored_file_or_folder_leaves_room_for_nothing_else() -> None:
+    base = base_of(held("out/best.pt", seen(5)), held("out/last/x", seen(5, inode=2)), held("out/z", seen(5, inode=3)))
+    links = {"out/best.pt": "z", "out/last": "z"}
+    decision = Decision(left_out={"out/new": "half"}, deleted=frozenset({"out/best.pt", "out/last/x"}))
+    found = plan({"out/z": seen(5, inode=3), "out/new": seen(1, inode=4)}, base, links=links, decision=decision)
+    assert sorted(entry.path for entry in found.content.kept) == ["out/best.pt", "out/last", "out/z"]
+    assert not found.content.instead

@@ -352,4 +352,4 @@ def test_a_helper_that_ends_well_after_its_program_was_killed_hides_no_torn_file
     )
     scene.run.signal(signal.SIGTERM)
     assert scene.run.wait() == 75, scene.run.output()
-    assert "torn.bin: its folder is being written to" in scene.run.output()
+    assert "torn.bin: it was being written to" in scene.run.output()

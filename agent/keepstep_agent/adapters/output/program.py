@@ -4,15 +4,15 @@ import os
 from pathlib import Path
 
 
-def has_other_children(parent_pid: int | None) -> bool:
-    """Whether a process has a living child besides this one. True if it is None, or the kernel does not say."""
+def other_children(parent_pid: int | None) -> frozenset[int] | None:
+    """Return a process's living children besides this one; None if it is None, or the kernel does not say."""
     if parent_pid is None:
-        return True
+        return None
     try:
         children = Path(f"/proc/{parent_pid}/task/{parent_pid}/children").read_text().split()
-        return any(lives(int(child)) for child in children if int(child) != os.getpid())
+        return frozenset(int(child) for child in children if int(child) != os.getpid() and lives(int(child)))
     except OSError:
-        return True
+        return None
 
 
 def lives(pid: int) -> bool:

@@ -46,28 +46,34 @@ class Pinner:
     def pin_source(self, source: Folder, file: SourceFile, target: Folder) -> bool:
         """Pin a file of an output directory, as `pin`. Raises FILE_CHANGED if it is not what a look has shown."""
         name = file.path.rpartition("/")[2]
-        if file.method is not PinMethod.COPY_AS_IS:
-            try:
-                changed = fingerprint(source.status(name)) != file.fingerprint
-            except OSError as error:
-                raise volume_error(error, f"cannot open {file.path}") from error
-            if changed:
-                raise _changed(file.path)
-            return self.pin(source, name, target, name, private=file.method is PinMethod.COPY)
-        return self.pin(source, name, target, name, private=True, may_grow=True)
+        if file.method is PinMethod.COPY_AS_IS:
+            return self.pin(source, name, target, name, private=True, may_grow=True)
+        private = file.method is PinMethod.COPY
+        return self.pin(source, name, target, name, private=private, expected=file.fingerprint)
 
     def pin(
-        self, source: Folder, name: str, target: Folder, target_name: str, *, private: bool, may_grow: bool = False
+        self,
+        source: Folder,
+        name: str,
+        target: Folder,
+        target_name: str,
+        *,
+        private: bool,
+        may_grow: bool = False,
+        expected: Fingerprint | None = None,
     ) -> bool:
         """Make `target_name` hold the bytes of `name`. Return whether it has its own inode (a reflink or copy).
 
-        With `may_grow` a copy has the bytes that were there at its start, even if the file changes meanwhile.
+        The file must look as `expected`, if that is given. With `may_grow` a copy has the bytes that were there at its
+        start, even if the file changes meanwhile.
         """
         try:
             descriptor = source.open_file(name)
         except OSError as error:
             raise _changed(name) if error.errno in _REPLACED else volume_error(error, f"cannot open {name}") from error
         try:
+            if expected is not None and fingerprint(os.fstat(descriptor)) != expected:
+                raise _changed(name)
             if not private:
                 try:
                     target.link_open_file(descriptor, target_name)

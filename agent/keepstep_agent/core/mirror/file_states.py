@@ -16,8 +16,8 @@ CLOSED_SECONDS: Final = 1.0
 """For so long a file must have been closed: a process that was killed closes its files too, and its launcher may live
 for a moment."""
 _APPENDS: Final = 2
-_LOG_SECONDS: Final = 20.0
-_LOG_BYTES_PER_SECOND: Final = 64 * 1024
+# How long a file must have grown without a rest to count as a log, and how fast at most.
+_LOGS: Final = ((20.0, 64 * 1024), (120.0, 1024 * 1024))
 
 
 class Proof(StrEnum):
@@ -132,9 +132,9 @@ class TrackedFile:
         if evidence.proof is not Proof.NONE or evidence.only_grew is False:
             self._no_log()
         elif evidence.only_grew and self._grows_since is not None:
-            seconds = at - self._grows_since
-            is_slow = self.seen.size_bytes - self._grows_from_bytes <= _LOG_BYTES_PER_SECOND * seconds
-            self.is_log = self.is_log or self._appends >= _APPENDS or (seconds >= _LOG_SECONDS and is_slow)
+            seconds, grown_bytes = at - self._grows_since, self.seen.size_bytes - self._grows_from_bytes
+            is_slow = any(seconds >= least and grown_bytes <= rate * seconds for least, rate in _LOGS)
+            self.is_log = self.is_log or self._appends >= _APPENDS or is_slow
 
     def state(self, at: float) -> FileState:
         """Return what it was doing at a time, at which nothing later was known of it."""

@@ -11,13 +11,12 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from keepstep_agent.core.mirror.file_states import QUIET_SECONDS, Evidence, FileState, Proof, TrackedFile, is_proven
-from keepstep_agent.core.mirror.output_scan import DATABASE_SUFFIXES, OutputScan, bad_name, is_log, lies_in
+from keepstep_agent.core.mirror.output_scan import DATABASE_SUFFIXES, OutputScan, bad_name, is_log
 from keepstep_agent.core.mirror.write_groups import (
     LATE_SECONDS,
     Kinds,
     Write,
     WriteGroup,
-    bursts,
     groups,
     is_complete,
     related_kinds,
@@ -27,6 +26,8 @@ from keepstep_agent.core.model import Fingerprint
 DUE_SECONDS: Final = 5.0
 """A snapshot is due so long after the first change, even if changes go on."""
 _SETTLED_SECONDS: Final = QUIET_SECONDS + LATE_SECONDS
+_PASSING_SECONDS: Final = 0.5
+"""A file that was deleted so shortly after it was written was a lock or a temporary one, and no part of a save."""
 _REMEMBERED_SECONDS: Final = 60.0
 _MOST_WRITES: Final = 20_000
 _MOST_GROUPS: Final = 64
@@ -129,9 +130,14 @@ class OutputHistory:
         before = self._scan.files
         changed = [path for path, seen in scan.files.items() if before.get(path) != seen]
         gone = before.keys() - scan.files.keys()
-        names_before = {before[path].inode: path for path in before} if changed else {}
-        moved = {path: names_before.get(scan.files[path].inode, path) for path in changed}
-        moved_folders = {_moved_folder(path, was) for path, was in moved.items() if path != was} - {""}
+        names_before = {before[path].inode: path for path in gone} if changed else {}
+        # By all of their looks: filesystems give the inode of a deleted file to the next one.
+        moved = {
+            path: was
+            for path in changed
+            if (was := names_before.get(scan.files[path].inode)) is not None and before[was] == scan.files[path]
+        }
+        moved_folders = {_moved_folder(path, was) for path, was in moved.items()} - {""}
         for path in changed:
             seen = scan.files[path]
             # By the file's mtime, which its program may set: not before the last look, which did not show the change.
@@ -139,12 +145,13 @@ class OutputHistory:
             # Of a folder that was renamed no look may have shown all files before.
             is_new = path not in before
             renamed = path in scan.settled or (is_new and any(path.startswith(folder) for folder in moved_folders))
-            renamed = renamed or (moved[path] != path and before[moved[path]] == seen)
-            self._note_change(path, seen, written_at, renamed=renamed, was=moved[path])
-        inodes = {seen.inode for seen in scan.files.values()} if gone else frozenset()
+            renamed = renamed or path in moved
+            self._note_change(path, seen, written_at, renamed=renamed, was=moved.get(path, ""))
+        sources = frozenset(moved.values())
         for path in gone:
-            self._files.pop(path, None)
-            if before[path].inode in inodes:
+            file = self._files.pop(path, None)
+            is_passing = file is not None and path in self._waiting and at - file.written_at < _PASSING_SECONDS
+            if path in sources or is_passing or (file is not None and file.stands_alone(at)):
                 self._last_writes.pop(path, None)
         if self._links is not None and self._links != scan.links:
             self._links_changed_at = at
@@ -162,8 +169,8 @@ class OutputHistory:
         """
         at, files = self._looked_at, self._scan.files
         unstored = [path for path, seen in files.items() if stored.get(path) != seen]
-        # Whoever deletes a directory as a whole has done with it, or wipes the disk.
-        deleted = {path for path in stored.keys() - files.keys() if not lies_in(path, self._scan.missing)}
+        # Whoever deletes a directory as a whole has done with it, or wipes the disk. What cannot be read may be there.
+        deleted = {path for path in stored.keys() - files.keys() if not self._scan.is_unknown(path)}
         for path in unstored:
             if path not in self._files:
                 # It was stored, or being sent, and is no more.
@@ -189,7 +196,7 @@ class OutputHistory:
         if not growing.issuperset(files):
             for path in growing & first.keys():
                 del first[path], last[path]
-        if {path: to for path, to in links.items() if not lies_in(path, self._scan.missing)} != self._scan.links:
+        if {path: to for path, to in links.items() if not self._scan.is_unknown(path)} != self._scan.links:
             first[""] = last[""] = self._links_changed_at
         is_quiet = at - max(last.values(), default=at) >= QUIET_SECONDS
         cut_at = at if end is None else end.failed_at
@@ -218,7 +225,7 @@ class OutputHistory:
         self._waiting_since = None
 
     def _note_change(self, path: str, seen: Fingerprint, at: float, *, renamed: bool, was: str) -> None:
-        """`was`: the name that its inode had before; the same if it had none."""
+        """`was`: the name that the file had before, if it was renamed."""
         before, file = self._scan.files.get(path), self._files.get(path)
         was_at_rest = file is None or file.is_whole(self._looked_at)
         if file is None:
@@ -236,7 +243,7 @@ class OutputHistory:
         # It may have begun just after the last look.
         first_seen_at = at if self._looked_at == float("-inf") else min(at, self._looked_at)
         begun_at = first_seen_at if last is None or was_at_rest else last.begun_at
-        if was != path and was in self._last_writes:
+        if was in self._last_writes:
             begun_at = self._last_writes[was].begun_at
         self._last_writes[path] = Write(path=path, begun_at=begun_at, ended_at=at)
 
@@ -316,14 +323,17 @@ class OutputHistory:
         writes = (*self._past_writes, *self._last_writes.values())
         if not writes or at - min(write.ended_at for write in writes) < _REMEMBERED_SECONDS:
             return
-        for burst in bursts(writes):
-            paths = {write.path for write in burst}
-            if at - burst[-1].ended_at < _REMEMBERED_SECONDS or not unstored.isdisjoint(paths):
+        for group in groups(writes):
+            if at - group.ended_at < _REMEMBERED_SECONDS or not unstored.isdisjoint(group.paths):
                 continue
-            self._earlier.extend(group.kinds for group in groups(burst) if self._counts(min(group.paths)))
-            ended = set(burst)
-            self._past_writes = deque((one for one in self._past_writes if one not in ended), maxlen=_MOST_WRITES)
-            self._last_writes = {path: one for path, one in self._last_writes.items() if one not in ended}
+            if self._counts(min(group.paths)):
+                self._earlier.append(group.kinds)
+
+            def is_kept(write: Write, group: WriteGroup = group) -> bool:
+                return write.path not in group.paths or not group.begun_at <= write.ended_at <= group.ended_at
+
+            self._past_writes = deque(filter(is_kept, self._past_writes), maxlen=_MOST_WRITES)
+            self._last_writes = {path: write for path, write in self._last_writes.items() if is_kept(write)}
 
 
 def _moved_folder(path: str, was: str) -> str:

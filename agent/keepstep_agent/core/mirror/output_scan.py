@@ -1,7 +1,7 @@
 """What one look at the output directories shows."""
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -32,6 +32,12 @@ class OutputScan:
     problems: Mapping[str, str] = field(default_factory=dict)
     missing: frozenset[str] = frozenset()
 
+    def is_unknown(self, path: str) -> bool:
+        """Whether the look could not show what is at a path: it lies in what is missing or could not be read."""
+        if path.partition("/")[0] in self.missing:
+            return True
+        return any(path == problem or path.startswith(f"{problem}/") for problem in self.problems)
+
 
 def is_log(path: str) -> bool:
     """Whether a file is a log by its name, or memory that processes share: it comes along as it is."""
@@ -40,11 +46,6 @@ def is_log(path: str) -> bool:
 
 def folder_of(path: str) -> str:
     return path.rpartition("/")[0]
-
-
-def lies_in(path: str, directories: Collection[str]) -> bool:
-    """Whether a path is that of one of these output directories, or of what lies in it."""
-    return path.partition("/")[0] in directories
 
 
 def bad_name(path: str) -> str:

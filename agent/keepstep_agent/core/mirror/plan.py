@@ -13,7 +13,7 @@ from typing import Final
 from keepstep_agent.core.errors import RequestError, printable
 from keepstep_agent.core.mirror.base import HeldFile, MirrorBase
 from keepstep_agent.core.mirror.output_history import Decision
-from keepstep_agent.core.mirror.output_scan import OutputScan, bad_name, folder_of, lies_in
+from keepstep_agent.core.mirror.output_scan import OutputScan, bad_name, folder_of
 from keepstep_agent.core.model import FileEntry, Fingerprint, PinMethod, SnapshotContent, SourceFile
 from keepstep_agent.core.stored.object_layout import check_link
 
@@ -81,11 +81,14 @@ def plan_snapshot(
             looks[file.path] = base.files[file.path].fingerprint
     looks.update((file.path, file.fingerprint) for file in sent)
     instead = [base.files[file.path].entry for file in sent if file.path in base.files]
+    taken = looks.keys() | scan.links.keys()
+    folders = {folder for path in taken for folder in _folders_above(path)}
     for path in sorted(base.files.keys() - scan.files.keys()):
-        if _is_in_the_way(path, looks):
+        # Another file or a link has its name, has taken it for a folder, or lies above it.
+        if path in taken or path in folders or not taken.isdisjoint(_folders_above(path)):
             continue
         is_left_out = bool(not_stored.keys() - scan.problems.keys())
-        if is_left_out or path in decision.deleted or lies_in(path, scan.missing):
+        if is_left_out or path in decision.deleted or scan.is_unknown(path):
             kept.append(base.files[path].entry)
             looks[path] = base.files[path].fingerprint
         else:
@@ -115,16 +118,17 @@ def _lines(not_stored: Mapping[str, str]) -> Iterator[str]:
         yield f"and {len(not_stored) - _MOST_LINES} other files"
 
 
-def _is_in_the_way(path: str, others: Collection[str]) -> bool:
-    """Whether a file cannot lie at `path`, because another one has taken it for a folder, or lies above it."""
-    return any(other.startswith(f"{path}/") or path.startswith(f"{other}/") for other in others)
+def _folders_above(path: str) -> Iterator[str]:
+    while "/" in path:
+        path = folder_of(path)
+        yield path
 
 
 def _links_to_keep(
     scan: OutputScan, base: MirrorBase, held: Collection[str], not_stored: dict[str, str]
 ) -> Iterator[tuple[str, str]]:
     """Yield the links of the snapshot. One that leads to what is left out keeps its last target, if it has one."""
-    yield from ((path, target) for path, target in base.links.items() if lies_in(path, scan.missing))
+    yield from ((path, target) for path, target in base.links.items() if scan.is_unknown(path))
     for path, target in scan.links.items():
         reason = _bad_link(path, target)
         if not reason and _leads_to(path, target, scan.files) and not _leads_to(path, target, held):

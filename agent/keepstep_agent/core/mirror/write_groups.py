@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final
 
 from keepstep_agent.core.mirror.file_states import QUIET_SECONDS
@@ -22,7 +23,9 @@ _SHORTEST_PAUSE_SECONDS: Final = 0.5
 _FEW: Final = 2
 _NUMBER: Final = re.compile(r"[0-9]+")
 _HASH: Final = re.compile(r"[0-9a-f]{8}-(?:[0-9a-f]{4}-){3}[0-9a-f]{12}|[0-9a-f]{16,}")
-_HASH_MARK: Final = "*"
+# What no path has.
+_NUMBER_MARK: Final = "\0"
+_HASH_MARK: Final = "\1"
 
 Kinds = Mapping[str, frozenset[tuple[str, ...]]]
 """What was written together: the numbers in the paths of each kind. Paths of one kind differ in numbers and hashes."""
@@ -117,21 +120,26 @@ def groups(writes: Sequence[Write]) -> list[WriteGroup]:
 def _joined(parts: Iterable[list[Write]]) -> list[list[Write]]:
     """Join a part to the one before it if its numbers are no other save's: a rank's files came late."""
     found: list[list[Write]] = []
-    known: dict[str, frozenset[tuple[str, ...]]] = {}
+    known: dict[str, set[tuple[str, ...]]] = {}
+    columns_known: dict[str, list[set[str]]] = {}
     for part in parts:
         kinds = kinds_of(write.path for write in part)
-        if found and all(_is_known(numbers, known.get(kind, frozenset())) for kind, numbers in kinds.items()):
+        is_late = all(
+            kind in known
+            and numbers.isdisjoint(known[kind])
+            and not any(map(set.isdisjoint, _columns(numbers), columns_known[kind]))
+            for kind, numbers in kinds.items()
+        )
+        if found and is_late:
             found[-1].extend(part)
         else:
             found.append(part)
-        known |= {kind: numbers | known.get(kind, frozenset()) for kind, numbers in kinds.items()}
+        for kind, numbers in kinds.items():
+            known.setdefault(kind, set()).update(numbers)
+            columns = columns_known.setdefault(kind, [set() for _ in next(iter(numbers))])
+            for column, own in zip(columns, _columns(numbers), strict=True):
+                column |= own
     return found
-
-
-def _is_known(numbers: frozenset[tuple[str, ...]], known: frozenset[tuple[str, ...]]) -> bool:
-    """Whether paths are new ones of a kind, but none of their numbers is."""
-    columns = zip(_columns(numbers), _columns(known), strict=False)
-    return bool(known) and numbers.isdisjoint(known) and not any(own.isdisjoint(other) for own, other in columns)
 
 
 def _columns(numbers: frozenset[tuple[str, ...]]) -> list[set[str]]:
@@ -192,8 +200,9 @@ def related_kinds(group: WriteGroup, earlier: Sequence[Kinds], later: Sequence[W
     return next((kinds for kinds in candidates if not own.isdisjoint(kinds)), None)
 
 
+@lru_cache(maxsize=65_536)
 def _kind(path: str) -> str:
-    return _NUMBER.sub("#", _HASH.sub(_HASH_MARK, path))
+    return _NUMBER.sub(_NUMBER_MARK, _HASH.sub(_HASH_MARK, path))
 
 
 def _pauses(writes: Sequence[Write]) -> Iterator[float]:

@@ -22,7 +22,7 @@ from keepstep_agent.adapters.output.announced_paths import AnnouncedPaths
 from keepstep_agent.adapters.output.directory_hints import DirectoryHints
 from keepstep_agent.adapters.output.file_prober import FileProber
 from keepstep_agent.adapters.output.output_directories import OutputDirectories
-from keepstep_agent.adapters.output.program import has_other_children
+from keepstep_agent.adapters.output.program import other_children
 from keepstep_agent.adapters.records import recorded_save
 from keepstep_agent.core.agent import disk_pressure, drain
 from keepstep_agent.core.agent.announcements import check_announcement
@@ -69,6 +69,7 @@ class Mirror:
         """`parent_pid`: the runner, whose other child is the program."""
         self._parent_pid = parent_pid
         self._alive_at, self._died = time.time(), False
+        self._program_pids: frozenset[int] = frozenset()
         self._engine = engine
         self._settings = settings
         self._clock = clock
@@ -242,7 +243,10 @@ class Mirror:
     def _program_lives(self) -> bool:
         """Whether the runner's program lives; notes when it was last seen alive, as the runner may be late to tell."""
         now = time.time()
-        lives = has_other_children(self._parent_pid)
+        children = other_children(self._parent_pid)
+        # What a launcher leaves behind becomes the runner's child: whoever wrote may be dead, though others live.
+        self._program_pids = self._program_pids or children or frozenset()
+        lives = children is None or not children.isdisjoint(self._program_pids)
         if lives:
             self._alive_at, self._died = now, False
         else:
@@ -380,13 +384,19 @@ class Mirror:
         )
 
     async def _is_pinned(self, save: str) -> bool:
+        """Wait until a snapshot is pinned; return whether it is, with all its files."""
+
         def settled(state: State) -> bool:
             checkpoint = state.checkpoints.get(save)
             return checkpoint is None or checkpoint.phase is not Phase.ANNOUNCED
 
         await self._engine.until(settled)
         checkpoint = self._engine.state.checkpoints.get(save)
-        return checkpoint is not None and checkpoint.phase is not Phase.FAILED
+        if checkpoint is None or checkpoint.phase is Phase.FAILED:
+            return False
+        (contribution,) = checkpoint.contributions.values()
+        snapshot = contribution.announced.snapshot
+        return snapshot is None or len(contribution.files) == len(snapshot.files)
 
     async def _run(self, function: Callable[..., T], *arguments: object) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._executor, function, *arguments)
