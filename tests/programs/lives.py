@@ -29,8 +29,6 @@ RESTLESS_PACE: Final = {"STEP_SECONDS": "0.3", "WRITE_SECONDS": "0.03"}
 SLOW_PACE: Final = {**PACE, "WRITE_SECONDS": "0.2"}
 # They bound a hang and judge no speed.
 _WAIT_SECONDS: Final = 400.0
-# A snapshot holds everything that was complete so long before, however the program rests.
-_HELD_SECONDS: Final = 15.0
 _LATE_SECONDS: Final = 4.0
 _RANDOM_SECONDS: Final = 2.5
 _MOST_CHANGES: Final = 6
@@ -67,7 +65,8 @@ class Snapshot:
 class Lives:
     """All lives of one program.
 
-    `pace`: how long its work takes in the lives that are killed.
+    `pace`: how long its work takes in the lives that are killed. `held_seconds`: a snapshot holds everything that was
+    complete so long before.
 
     `saved` are the steps that it may have complete, and `stored` is the one that it must not fall behind. `torn` counts
     the saves that a kill cut short. `log` is what the last whole life printed, with its agent.
@@ -78,6 +77,7 @@ class Lives:
     seed: int
     command: tuple[str, ...] = (sys.executable,)
     pace: Mapping[str, str] = field(default_factory=lambda: PACE)
+    held_seconds: float = 2.0
     saved: set[int] = field(default_factory=lambda: {0})
     stored: int = 0
     resumed: list[int] = field(default_factory=list)
@@ -180,7 +180,7 @@ class Lives:
         before = self._markers()
         _wait(run, lambda: self._markers() > before, "a snapshot is stored")
         number = max(step_of(marker) for marker in self._markers())
-        lines = [line for line in _said(run, "saved") if float(line[2]) <= number - _HELD_SECONDS]
+        lines = [line for line in _said(run, "saved") if float(line[2]) <= number - self.held_seconds]
         self.stored = max([self.stored, *(int(line[1]) for line in lines)])
 
     def _note_end(self, run: RunProcess, moment: str, ending: Ending = Ending.PROGRAM) -> None:

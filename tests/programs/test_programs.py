@@ -91,6 +91,7 @@ WITH_TORCH = ("one_file_in_place", "best_model_copy")
 ALL = [name for group in PROGRAMS.values() for name in group]
 STEPS = 200
 ENDLESS_STEPS = 100_000
+RESTLESS_HELD_SECONDS = 15.0
 BEFORE = 40
 WRITES = (Moment.EARLY_WRITE, Moment.WRITE, Moment.ANY, Moment.JUST_SAVED, Moment.WRITE)
 ROUNDS = [(moment, ending) for ending in (Ending.PROGRAM, Ending.EVERYTHING) for moment in WRITES]
@@ -258,7 +259,7 @@ def live_and_die(program: str, folder: Path, rounds: Sequence[tuple[Moment, Endi
     folder.mkdir()
     lives = Lives(program=program, folder=folder, seed=seed)
     if program in RESTLESS:
-        lives.pace = RESTLESS_PACE
+        lives.pace, lives.held_seconds = RESTLESS_PACE, RESTLESS_HELD_SECONDS
     for moment, ending in rounds:
         lives.killed(ENDLESS_STEPS, moment, ending)
     while not lives.torn and len(lives.resumed) < 20:
