@@ -1,6 +1,7 @@
 """Looking at output directories, and pinning what a look has shown."""
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,13 @@ def look(volume: Path, *directories: Path, left_out: frozenset[str] = frozenset(
     return OutputDirectories(volume, [str(one) for one in directories or (volume / "out",)]).scan(left_out, {})
 
 
-def stage(volume: Path, method: PinMethod, *paths: str, scan: OutputScan | None = None) -> tuple[StagedFile, ...]:
+def stage(
+    volume: Path,
+    method: PinMethod,
+    *paths: str,
+    scan: OutputScan | None = None,
+    groups: Mapping[str, int] | None = None,
+) -> tuple[StagedFile, ...]:
     found = (scan or look(volume)).files
     request = StageRequest(
         save="save",
@@ -35,7 +42,10 @@ def stage(volume: Path, method: PinMethod, *paths: str, scan: OutputScan | None 
         files=(),
         private=False,
         descriptor=StagedDescriptor(announcements=()),
-        sources=tuple(SourceFile(path=path, fingerprint=found[path], method=method) for path in paths),
+        sources=tuple(
+            SourceFile(path=path, fingerprint=found[path], method=method, group=(groups or {}).get(path))
+            for path in paths
+        ),
     )
     return LocalStagingArea(volume, [str(volume / "out")]).stage(request)
 
@@ -128,23 +138,10 @@ def test_a_file_that_changed_since_the_look_costs_itself_and_its_group_alone(vol
     found = look(volume)
     (volume / "out/b").write_text("other")
     (volume / "out/train.log").unlink()
-    groups = {"out/a": 1, "out/b": 1, "out/c": 2, "out/train.log": None}
-    request = StageRequest(
-        save="save",
-        rank=0,
-        path=str(volume / "out"),
-        files=(),
-        private=False,
-        descriptor=StagedDescriptor(announcements=()),
-        sources=tuple(
-            SourceFile(path=path, fingerprint=found.files[path], method=PinMethod.LINK, group=group)
-            for path, group in groups.items()
-        ),
-    )
-    staging = LocalStagingArea(volume, [str(volume / "out")])
-    staged = staging.stage(request)
-    assert [file.path for file in staged] == ["out/c"]
-    assert staging.stage(request) == staged
+    groups = {"out/a": 1, "out/b": 1, "out/c": 2}
+    for _ in range(2):
+        staged = stage(volume, PinMethod.LINK, *groups, "out/train.log", scan=found, groups=groups)
+        assert [file.path for file in staged] == ["out/c"]
     assert not (volume / ".keepstep/staged/save/rank-00000/out/a").exists()
 
 

@@ -23,7 +23,6 @@ from tests.programs.training import PIECE_BYTES, newest
 PROGRAMS = {
     "one-file": [
         "one_file_in_place",
-        "one_file_replaced",
         "keras_archive",
         "msgpack_in_place",
         "renames_previous",
@@ -51,7 +50,7 @@ PROGRAMS = {
         "unknown_layout",
     ],
     "restless": [
-        "renames_each_save",
+        "one_file_replaced",
         "last_and_best",
         "numbered_and_named",
         "json_in_place",

@@ -104,7 +104,6 @@ class OutputHistory:
         # When each file that no snapshot holds was changed first, and when the first was since the last snapshot.
         self._waiting: dict[str, float] = {}
         self._waiting_since: float | None = None
-        self._links: Mapping[str, str] | None = None
         self._links_changed_at = float("-inf")
 
     def to_examine(self, scan: OutputScan, stored: Mapping[str, Fingerprint]) -> dict[str, bool]:
@@ -153,12 +152,12 @@ class OutputHistory:
             is_passing = file is not None and path in self._waiting and at - file.written_at < _PASSING_SECONDS
             if path in sources or is_passing or (file is not None and file.stands_alone(at)):
                 self._last_writes.pop(path, None)
-        if self._links is not None and self._links != scan.links:
+        if self._looked_at > float("-inf") and self._scan.links != scan.links:
             self._links_changed_at = at
         for path, shown in evidence.items():
             if (file := self._files.get(path)) is not None and file.seen == scan.files.get(path):
                 file.examined(shown, at=at, lives=lives)
-        self._scan, self._links, self._looked_at = scan, scan.links, at
+        self._scan, self._looked_at = scan, at
 
     def decide(
         self, stored: Mapping[str, Fingerprint], links: Mapping[str, str], end: ProgramEnd | None = None
@@ -241,7 +240,7 @@ class OutputHistory:
         if last is not None and was_at_rest:
             self._past_writes.append(last)
         # It may have begun just after the last look.
-        first_seen_at = at if self._looked_at == float("-inf") else min(at, self._looked_at)
+        first_seen_at = min(at, self._looked_at) if self._looked_at > float("-inf") else at
         begun_at = first_seen_at if last is None or was_at_rest else last.begun_at
         if was in self._last_writes:
             begun_at = self._last_writes[was].begun_at

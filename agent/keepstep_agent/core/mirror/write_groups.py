@@ -20,7 +20,7 @@ LATE_SECONDS: Final = 10.0
 """A group that has fewer files than the one before it is complete after so long: a program may compute between two
 files, and it may save less than before."""
 _SHORTEST_PAUSE_SECONDS: Final = 0.5
-_FEW: Final = 2
+_REPEATED_WRITES: Final = 3
 _NUMBER: Final = re.compile(r"[0-9]+")
 _HASH: Final = re.compile(r"[0-9a-f]{8}-(?:[0-9a-f]{4}-){3}[0-9a-f]{12}|[0-9a-f]{16,}")
 # What no path has.
@@ -101,7 +101,7 @@ def groups(writes: Sequence[Write]) -> list[WriteGroup]:
             begun_at = min(write.begun_at for write in part)
             before_seconds = begun_at - found[-1].ended_at if found else math.inf
             paths = frozenset(write.path for write in part)
-            is_repeated = len(paths) == 1 and len(part) > _FEW
+            is_repeated = len(paths) == 1 and len(part) >= _REPEATED_WRITES
             found.append(
                 WriteGroup(
                     paths=paths,

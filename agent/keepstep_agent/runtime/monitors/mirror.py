@@ -49,7 +49,7 @@ _LONGEST_IDLE_SECONDS: Final = 60.0
 # change, and a 600th while nothing happens.
 _BUSY_PAUSES_PER_LOOK: Final = 10.0
 _IDLE_PAUSES_PER_LOOK: Final = 600.0
-BETWEEN_SNAPSHOTS_SECONDS: Final = 10.0
+_BETWEEN_SNAPSHOTS_SECONDS: Final = 10.0
 _EARLIER_SECONDS: Final = 8.0
 _WARN_SECONDS: Final = 60.0
 _LAST_TRIES: Final = 5
@@ -330,16 +330,16 @@ class Mirror:
         )
         self._planned_links = scan.links
         if not plan.is_news or goes_back:
-            self._next_at = time.monotonic() + BETWEEN_SNAPSHOTS_SECONDS
+            self._next_at = time.monotonic() + _BETWEEN_SNAPSHOTS_SECONDS
             return ""
         event = self._announcement(plan)
         await self._snapshots.add(event.info.save, plan, scan)
         await self._engine.submit(event, lambda state: _checked(state, event))
         self._taken_at, self._left_out = time.monotonic(), frozenset(decision.left_out)
         self._named = self._left_out
-        if self._history is not None:
-            self._history.taken()
-        self._next_at = self._taken_at + BETWEEN_SNAPSHOTS_SECONDS
+        assert self._history is not None
+        self._history.taken()
+        self._next_at = self._taken_at + _BETWEEN_SNAPSHOTS_SECONDS
         sent_bytes = sum(file.fingerprint.size_bytes for file in plan.content.files)
         log.info(
             "snapshot.taken",
