@@ -280,7 +280,7 @@ class FrameworkRun:
             asynchronous: Wait for a copy of what `write` saves, which is written and moved behind the training. A
                 just-in-time save never is: nothing goes on that could change the state.
             elsewhere: Whether `write` can save to another path.
-            recorded: Whether training may resume from it.
+            recorded: Whether training may resume from it. If not, the agent takes it for a file of the program's.
             program_folder: The folder is the program's own, which may add files to what it has saved, or rename it. If
                 training waits for the save, it is announced at the program's next save, at the end of training, or when
                 no file was added there for 2 s, whichever comes first.
@@ -308,7 +308,8 @@ class FrameworkRun:
         if outside is not None:
             self._prepare_outside(outside)
         with ExitStack() as claim:
-            claim.enter_context(self.claimed(path))
+            if recorded:
+                claim.enter_context(self.claimed(path))
             pending = self._begin(path, step, None)
             path = path if outside is None else self.directories.in_volume(path.parent) / path.name
             publication = None if pending is None else self._publication(pending, path)

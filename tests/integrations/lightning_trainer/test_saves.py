@@ -26,6 +26,7 @@ from tests.integrations.lightning_trainer.training import (
 
 from keepstep.asynchronous_saves.empty_file import EmptyFile
 from keepstep.checkpoints.records import read_records
+from keepstep.integrations.lightning import checkpoint
 from keepstep_api import names, signal_file
 
 torch = pytest.importorskip("torch")
@@ -38,6 +39,20 @@ def test_a_checkpoint_is_claimed_while_it_is_written(agent: AgentServer, volume:
     fit(make(volume / "checkpoints", At("on_save_checkpoint", 4, lambda: seen.append(claims(volume))), max_steps=4))
     assert seen == [["checkpoints/epoch=0-step=4.ckpt"]]
     assert claims(volume) == []
+
+
+@pytest.mark.parametrize("elsewhere", [True, False])
+def test_a_second_file_of_the_same_state_is_not_claimed(
+    elsewhere: bool, agent: AgentServer, volume: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The agent leaves out of snapshots what was ever claimed, and nobody announces such a file: it would be lost."""
+    monkeypatch.setattr(checkpoint, "can_be_elsewhere", lambda _: elsewhere)
+    seen: list[list[str]] = []
+    output = volume / "checkpoints"
+    saving = ModelCheckpoint(output, every_n_train_steps=4, save_last=True)
+    looks = [At("on_save_checkpoint", 4, lambda: seen.append(claims(volume)), after=saves) for saves in (0, 1)]
+    fit(make(output, saving, *looks, every=0, enable_checkpointing=True, max_steps=4))
+    assert seen == [["checkpoints/epoch=0-step=4.ckpt"], []]
 
 
 def test_every_checkpoint_is_recorded_and_announced_and_the_last_one_is_final(agent: AgentServer, volume: Path) -> None:

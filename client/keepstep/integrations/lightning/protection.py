@@ -10,6 +10,7 @@ import logging
 import os
 import shutil
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
@@ -278,7 +279,8 @@ class Protection:
         if contents.can_be_elsewhere(trainer):
             self._save_aside(self._run, trainer, functools.partial(_save_to, save, call), path)
         else:
-            with self._run.claimed(path):
+            # The agent leaves out of snapshots what was claimed, and a copy is not announced either.
+            with nullcontext() if trainer.global_step == self._announced_step else self._run.claimed(path):
                 self._save_ours(trainer, functools.partial(save, *arguments, **keywords), path)
 
     def _save_aside(self, run: FrameworkRun, trainer: Any, save: Callable[[Path], None], path: Path) -> None:
