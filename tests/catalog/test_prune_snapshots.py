@@ -7,7 +7,7 @@ from tests.core.listings import why_kept
 from tests.fakes.fake_store import FakeStore
 from tests.restore.stored_checkpoints import flip_byte, store_checkpoint, truncate
 
-from keepstep_agent.catalog.damage import note_damage
+from keepstep_agent.catalog.damage import damaged_saves, note_damage, note_passed_over
 from keepstep_agent.catalog.markers import list_committed, list_snapshots
 from keepstep_agent.catalog.pruning import prune
 from keepstep_agent.core.settings.values import RetentionSettings
@@ -99,16 +99,25 @@ async def test_all_snapshots_stay_where_all_checkpoints_do(store: FakeStore) -> 
     assert await left(store) == [4, 3, 2, 1]
 
 
-@pytest.mark.parametrize("what", ["truncated", "noted"])
+@pytest.mark.parametrize("what", ["truncated", "noted", "passed over"])
 async def test_a_damaged_newest_justifies_no_deletion(store: FakeStore, what: str) -> None:
     *_, newest = await chain(store, 3)
     if what == "truncated":
         await truncate(store, file_key(newest.info, "out/c.pt"))
+    elif what == "passed over":
+        await note_passed_over(store, newest.info.save, "programs failed with it")
     else:
         await flip_byte(store, file_key(newest.info, "out/c.pt"), 5)
         await note_damage(store, newest.info.save, "restore found it so")
     await pruned(store)
     assert [one.step for one in (await list_snapshots(store))["node-0"]] == [3, 2]
+
+
+async def test_the_note_of_a_snapshot_that_was_passed_over_goes_with_it(store: FakeStore) -> None:
+    first, *_ = await chain(store, 3)
+    await note_passed_over(store, first.info.save, "programs failed with it")
+    await pruned(store)
+    assert await damaged_saves(store) == frozenset()
 
 
 async def test_what_a_volume_resumed_from_stays_and_so_does_all_that_it_names(store: FakeStore) -> None:

@@ -71,7 +71,7 @@ def test_ls_says_what_a_restore_found_damaged_until_verify_finds_it_whole(bucket
     note.write_text("model.pt is wrong\n")
     shown = keepstep("ls", bucket.destination)
     assert shown.returncode == 1
-    assert shown.stdout.splitlines()[-1].endswith("step 100: a restore found it damaged: model.pt is wrong")
+    assert shown.stdout.splitlines()[-1].endswith("step 100: a restore did not take it: model.pt is wrong")
     listed = keepstep("ls", bucket.destination, "--json")
     assert [row["problem"] != "" for row in answer(listed)["checkpoints"]] == [False, True]
     assert keepstep("verify", bucket.destination, "--step", 100).returncode == 0

@@ -20,6 +20,7 @@ async def run(
         volume=volume,
         directories=[str(directory) for directory in directories] or [str(volume / "out")],
         state_directory=volume / "state",
+        checkpoint_directory=volume / "checkpoints",
         **options,
     )
 

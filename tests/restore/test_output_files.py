@@ -28,6 +28,7 @@ async def run(store: ObjectStore, volume: Path, *directories: Path, state: str =
         volume=volume,
         directories=[str(directory) for directory in directories or (volume / "out",)],
         state_directory=volume / state,
+        checkpoint_directory=volume / "checkpoints",
     )
 
 

@@ -97,8 +97,10 @@ async def test_a_node_without_snapshots_gets_the_others_files(store: FakeStore, 
 async def test_without_snapshots_or_directories_nothing_is_restored(store: FakeStore, volume: Path) -> None:
     assert await run(store, volume) is None
     await store_snapshot(store, 1, FILES)
-    options: dict[str, Any] = {"volume": volume, "directories": (), "state_directory": volume / "state"}
-    assert await restore_snapshots(store, **options) is None
+    options: dict[str, Any] = {"volume": volume, "state_directory": volume / "state"}
+    assert (
+        await restore_snapshots(store, directories=(), checkpoint_directory=volume / "checkpoints", **options) is None
+    )
     assert not (volume / ".keepstep").exists()
 
 

@@ -14,6 +14,7 @@ from keepstep_agent.core.stored.object_layout import (
     PROBE_PREFIX,
     PRUNED_PREFIX,
     RESUME_PREFIX,
+    parse_note_key,
     reserving_save,
 )
 from keepstep_agent.ports import ObjectInfo, StoreReader
@@ -61,7 +62,7 @@ async def list_all(store: StoreReader, prefix: str = "") -> Listing:
         elif one.key.startswith(LEDGER_PREFIX):
             found.ledger.append(one)
         elif one.key.startswith(DAMAGED_PREFIX):
-            found.damaged.add(one.key.removeprefix(DAMAGED_PREFIX))
+            found.damaged.add(parse_note_key(one.key)[0])
         elif not one.key.startswith(f"{STATE_DIRECTORY}/") and one.key.count("/") >= 2:
             name, save, _ = one.key.split("/", 2)
             found.folders[name, save].append(one)

@@ -36,6 +36,7 @@ from keepstep_agent.core.stored.object_layout import (
     damage_key,
     parse_pin_key,
     parse_place_key,
+    passed_over_key,
 )
 from keepstep_agent.ports import ObjectInfo, StoreReader, StoreWriter, UploadInfo
 from keepstep_api.names import STATE_DIRECTORY
@@ -279,7 +280,8 @@ async def delete_saves(store: StoreWriter, deletions: Sequence[Deletion], damage
         for wave in deletion.data if deletion.may_share else deletion.waves:
             await for_each(wave, store.delete, at_once=REQUESTS_AT_ONCE)
         if deletion.save in damaged:
-            await store.delete(damage_key(deletion.save))
+            for key in (damage_key(deletion.save), passed_over_key(deletion.save)):
+                await store.delete(key)
 
 
 def _save_of(key: str) -> str:

@@ -145,6 +145,7 @@ SETTING_NUMBERS: Final[Mapping[str, int]] = {
     "node_rank": WORLD_SIZE - 1,
     "max_concurrency": 1_024,
     "max_connections": 1_024,
+    "fall_back_after": 1_000,
     "recovery_point": 10 * 366 * 24 * 3600,
     "max_overhead": 1,
     "step_timeout": 10 * 366 * 24 * 3600,

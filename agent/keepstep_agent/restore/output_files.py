@@ -9,7 +9,7 @@ on disk. All methods block. They raise VolumeError only.
 import errno
 import os
 import stat
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
@@ -34,8 +34,8 @@ from keepstep_agent.core.errors import ErrorKind, VolumeError
 from keepstep_agent.core.mirror.file_states import Proof
 from keepstep_agent.core.mirror.output_scan import folder_of
 from keepstep_agent.core.model import FileEntry, Fingerprint
-from keepstep_agent.restore.placing import place_file, place_link, set_time
-from keepstep_agent.restore.strange_files import move_aside
+from keepstep_agent.restore.placing import place_file, place_link, set_read_time, set_time
+from keepstep_agent.restore.strange_files import move_aside, remove_recorded
 from keepstep_api.names import INCOMING_DIRECTORY, STATE_DIRECTORY
 
 _INCOMING: Final = f"{STATE_DIRECTORY}/{INCOMING_DIRECTORY}"
@@ -154,6 +154,50 @@ class OutputFiles:
                 return prove(file, name, os.fstat(file.fileno()).st_size) is Proof.BROKEN
         except OSError:
             return False
+
+    def mark_unread(self, paths: Iterable[str]) -> None:
+        """Set the time of the last read of files to that of the last write, so that a later read shows."""
+        for above, together in groupby(sorted(paths), key=folder_of):
+            with suppress(OSError), self._folder(above) as folder:
+                for name in map(_name_of, together):
+                    with suppress(OSError):
+                        set_read_time(folder, name)
+
+    def clear(self, kept: Collection[str], stored: Mapping[str, Fingerprint], left_out: Collection[str]) -> list[Path]:
+        """Free the output directories of what an older snapshot does not have, and of what it has otherwise.
+
+        What is as in `stored` is deleted, because the snapshot that it is of stays; all else gets another name. `kept`
+        are the older snapshot's paths. Returns what has got another name.
+        """
+        scan = self._output.scan(left_out, {})
+        is_stored = {
+            path: path in scan.links or scan.files[path] == stored.get(path) for path in [*scan.files, *scan.links]
+        }
+        own = [
+            f"{label}/{folder.relative_to(directory)}/"
+            for label, directory in self._output.directories.items()
+            for folder in (self._volume, self._state_directory)
+            if folder.is_relative_to(directory)
+        ]
+        stay = {path[:end] for path in (*kept, *left_out, *own) for end in _ends(path)[:-1]}
+        strays: dict[str, list[str]] = {}
+        for path in is_stored:
+            if path not in kept or not is_stored[path]:
+                # The highest folder that nothing else needs, or the file.
+                root = next(path[:end] for end in _ends(path)[1:] if path[:end] not in stay)
+                strays.setdefault(root, []).append(path)
+        moved: list[Path] = []
+        for root, paths in strays.items():
+            above, name = folder_of(root), _name_of(root)
+            try:
+                with self._folder(above) as folder:
+                    if all(map(is_stored.__getitem__, paths)):
+                        remove_recorded(folder, name, [path[len(root) + 1 :] for path in paths])
+                    else:
+                        moved.append(self.place(f"{above}/{move_aside(folder, name)}"))
+            except OSError as error:
+                raise volume_error(error, f"clearing {self.place(root)}") from error
+        return moved
 
     def put(self, files: Sequence[Placed]) -> dict[str, Fingerprint]:
         """Put files in place, the oldest first, then links. Return what the files look like now."""

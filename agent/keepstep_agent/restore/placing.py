@@ -63,6 +63,12 @@ def set_time(folder: Folder, name: str, entry: FileEntry) -> None:
         os.utime(name, ns=times, dir_fd=folder.descriptor, follow_symlinks=False)
 
 
+def set_read_time(folder: Folder, name: str) -> None:
+    """Set the time of a file's last read to that of its last write, as of a file that `set_time` was called for."""
+    written_ns = folder.status(name).st_mtime_ns
+    os.utime(name, ns=(written_ns, written_ns), dir_fd=folder.descriptor, follow_symlinks=False)
+
+
 @contextmanager
 def _partial(target: Folder) -> Iterator[int]:
     target.unlink(PARTIAL)

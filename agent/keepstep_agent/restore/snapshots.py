@@ -10,19 +10,23 @@ the next older one of its series; the mirror's base is written last, so an inter
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Final, TypeVar
 
 import structlog
 
+from keepstep_agent.adapters.output.announced_paths import AnnouncedPaths
 from keepstep_agent.adapters.output.mirror_state import read_base, write_base
+from keepstep_agent.adapters.output.output_directories import OutputDirectories
 from keepstep_agent.adapters.volume.errors import volume_error
 from keepstep_agent.catalog.damage import clear_damage
 from keepstep_agent.catalog.markers import list_snapshots
+from keepstep_agent.catalog.passed_over import passed_over
 from keepstep_agent.catalog.reading import CommittedCheckpoint
 from keepstep_agent.core.errors import ErrorKind, StoreError
 from keepstep_agent.core.mirror.base import MirrorBase, series_of
@@ -97,7 +101,9 @@ async def restore_snapshots(
     volume: Path,
     directories: Sequence[str],
     state_directory: Path,
+    checkpoint_directory: Path,
     node_rank: int = 0,
+    fall_back_after: int = 0,
     concurrency: int = 8,
     size_limit_bytes: int = 0,
     predecessors: Predecessors | None = None,
@@ -105,6 +111,8 @@ async def restore_snapshots(
 ) -> RestoredSnapshots | None:
     """Put the files of the newest snapshots into the output directories. Returns None if there is no snapshot.
 
+    `fall_back_after`: after so many starts in a row that failed early with the newest snapshot of this node, the one
+    before is taken; 0: never.
     `size_limit_bytes` is the emptyDir's limit; 0 means none. `predecessors`: whom to wait for before the newest of the
     snapshots that there are is chosen; None: nobody. Raises StoreError, VolumeError or RequestError.
     CHECKPOINT_CORRUPT means that there are snapshots of a node and none can be restored.
@@ -126,8 +134,25 @@ async def restore_snapshots(
             on_progress,
         )
         base = await restoring.on_disk(partial(read_base, volume, state_directory))
+        own = series_of(node_rank)
+        skipped = await passed_over(store, committed.get(own, ()), node_rank=node_rank, after=fall_back_after)
+        newest = next((one for one in committed.get(own, ()) if one.save not in skipped), None)
+        falls_back = (
+            base.snapshot is not None
+            and base.snapshot.save in skipped
+            and newest is not None
+            and newest.step < base.snapshot.number
+        )
+        if falls_back:
+            # What is here is of a snapshot that is passed over: any other is to replace it.
+            base = replace(base, snapshot=None)
         try:
-            await restoring.gather(committed, series_of(node_rank), base)
+            await restoring.gather(committed, own, base, skipped)
+            if falls_back:
+                output = OutputDirectories(volume, directories)
+                announced = AnnouncedPaths(volume, checkpoint_directory, state_directory, output)
+                left_out = await restoring.on_disk(partial(announced.find, ()))
+                await restoring.on_disk(partial(restoring.clear, base, left_out))
             following = await restoring.on_disk(partial(restoring.put, base))
             if following is not None:
                 await restoring.on_disk(partial(_write_base, volume, state_directory, following))
@@ -158,8 +183,17 @@ class _SnapshotRestore:
         self._warnings: list[str] = []
         self._skipped: list[str] = []
 
-    async def gather(self, committed: dict[str, tuple[CommittedSave, ...]], own: str, base: MirrorBase) -> None:
-        """Download what is needed of the newest snapshot of each series, the own one first."""
+    async def gather(
+        self,
+        committed: dict[str, tuple[CommittedSave, ...]],
+        own: str,
+        base: MirrorBase,
+        skipped: Mapping[str, str],
+    ) -> None:
+        """Download what is needed of the newest snapshot of each series, the own one first.
+
+        `skipped`: snapshots of this node that are taken only if no other can be, and why.
+        """
         await self.on_disk(self._output.prepare)
         if own in committed:
             is_known = base.snapshot is not None and base.snapshot.series == own
@@ -169,7 +203,7 @@ class _SnapshotRestore:
                 self._own = checkpoint
                 return gathered
 
-            await self._gather_series(committed[own], take_own, must=not is_known)
+            await self._gather_series(committed[own], take_own, must=not is_known, skipped=skipped)
         own_id = snapshot_id(self._own) if self._own else None
         taken = TakenPaths()
         if self._own is not None:
@@ -190,6 +224,18 @@ class _SnapshotRestore:
             await self._gather_series(saves, take_other, must=not (base.snapshot or base.others))
             taken.add(paths)
 
+    def clear(self, base: MirrorBase, left_out: Collection[str]) -> None:
+        """Free the directories of what this node's snapshot does not have, which is older than what is here."""
+        if self._own is None:
+            return
+        stored = {path: held.fingerprint for path, held in base.files.items()}
+        kept = {*base.others, *(entry.path for entry in entries_of(self._own))}
+        if moved := self._output.clear(kept, {**stored, **base.others}, left_out):
+            self._warnings.append(
+                f"no snapshot has what lies in {_some([str(path) for path in moved])} now: it was written after the "
+                "one that was passed over; remove what you do not need"
+            )
+
     def put(self, base: MirrorBase) -> MirrorBase | None:
         """Put everything in place that was gathered. Return the base that follows; None if nothing has changed."""
         conflicts = self._conflicts()
@@ -202,6 +248,7 @@ class _SnapshotRestore:
                 for entry in entries
             ]
         )
+        self._output.mark_unread(path for path in base.files if label_of(path) in self._output.directories)
         self._warn()
         if not any(one.selection.chosen for one in self._gathered):
             return None
@@ -232,6 +279,7 @@ class _SnapshotRestore:
         take: Callable[[CommittedCheckpoint], Awaitable[_Gathered]],
         *,
         must: bool,
+        skipped: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         """Gather the newest snapshot of a series that can be restored. Without `must` it is no error if none can."""
         series = committed[0].series
@@ -240,14 +288,22 @@ class _SnapshotRestore:
             return (await list_snapshots(self._store)).get(series, ())
 
         candidates = Candidates(self._store, relist)
+        candidates.failures |= skipped
         try:
             gathered = await candidates.first(committed, take)
         except StoreError as error:
+            if skipped and error.kind is ErrorKind.CHECKPOINT_CORRUPT:
+                await self._gather_series(committed, take, must=must)
+                return
             if must or error.kind is not ErrorKind.CHECKPOINT_CORRUPT:
                 raise
             self._warnings.append(f"of {series} {error}; what is here stays as it is")
             return
-        self._skipped += candidates.failures.values()
+        self._skipped += [reason for save, reason in candidates.failures.items() if save not in skipped]
+        newer = [one for one in committed if one.save in skipped and gathered and one.step > gathered.committed.step]
+        if newer:
+            which = f"snapshot {newer[0].save}" + (f" and {len(newer) - 1} before it" if newer[1:] else "")
+            self._skipped.append(f"{which}: {skipped[newer[0].save]}")
         if gathered is not None:
             self._gathered.append(gathered)
 

@@ -364,8 +364,7 @@ class FrameworkRun:
     @property
     def last_is_in_volume(self) -> bool:
         """Whether what was saved last lies in the volume, or is on its way there; true if nothing was saved."""
-        last = self._last
-        return last is None or last.in_place or last.behind is not None
+        return (last := self._last) is None or last.in_place or last.behind is not None
 
     def _link(self, saved: UnannouncedSave) -> bool:
         """Link what was written outside the volume into it; return whether it is there on all ranks."""

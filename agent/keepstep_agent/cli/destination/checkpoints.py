@@ -262,7 +262,7 @@ def _row(committed: CommittedSave, answer: CommitMarker | str, damage: str | Non
         "file_count": answer.left_files,
         "size_bytes": answer.left_bytes,
         "saved_at": answer.saved_at,
-        "problem": "" if damage is None else f"a restore found it damaged: {damage or 'it did not say how'}",
+        "problem": "" if damage is None else f"a restore did not take it: {damage or 'it did not say why'}",
     }
 
 

@@ -182,6 +182,8 @@ _SET_BY_THE_INJECTION: Final = frozenset(
         "termination.grace_seconds",
         # For `keepstep run`: no container of a pod can end the program of another.
         "progress.stuck_exit_code",
+        # As above: nobody tells the agent how it ended.
+        "fall_back_after",
         # It would run beside the store's credentials.
         "events.event_command",
         "cluster.workload_name",

@@ -5,7 +5,7 @@ the pinned checkpoint or none; a pin has exactly one encoding, so that a pod rec
 back.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Final, Literal
 
@@ -15,6 +15,7 @@ from keepstep_agent.core.errors import ErrorKind, RequestError, StoreError
 from keepstep_agent.core.limits import PATH_BYTES, PIN_BYTES, PIN_MARKERS
 from keepstep_agent.core.stored import checked_json
 from keepstep_agent.core.stored.checked_json import UndecodableError
+from keepstep_agent.core.stored.ledger import AgentEnded, AgentLife, AgentStarted, Saved
 from keepstep_agent.core.stored.object_layout import check_token, parse_marker_key
 
 _FORMAT_VERSION: Final = 1
@@ -149,6 +150,26 @@ def may_join(generation: Generation, place: str, committed: Iterable[CommittedSa
 def run_of(save: str) -> str:
     """Return what the saves of one run of a job have in common: their id up to its counter."""
     return save.rpartition("-")[0]
+
+
+def failed_in_a_row(
+    lives: Iterable[AgentLife], node_rank: int, passed_over: Collection[str]
+) -> tuple[int, frozenset[str], bool]:
+    """Return how many of a node's last starts failed early, which saves they had, and whether these are all in a row.
+
+    Args:
+        lives: The last lives of agents that are known; the newest are complete.
+        passed_over: Saves that earlier starts of this kind had: those starts do not count again.
+    """
+    own = [life for life in lives if life.node_rank == node_rank and life.entries]
+    saves: set[str] = set()
+    for count, life in enumerate(sorted(own, key=lambda life: life.entries[-1].at, reverse=True)):
+        had = {entry.save for entry in life.entries if isinstance(entry, AgentStarted | Saved)} - {""}
+        end = next((entry for entry in life.entries if isinstance(entry, AgentEnded)), None)
+        if end is None or not end.failed_early or not had.isdisjoint(passed_over):
+            return count, frozenset(saves), True
+        saves |= had
+    return len(own), frozenset(saves), False
 
 
 def newest_first(committed: Iterable[CommittedSave]) -> tuple[CommittedSave, ...]:

@@ -44,6 +44,8 @@ def setting_problems(values: Mapping[str, Any]) -> Iterator[str]:
     for name in ("keep_every_steps", "keep_every_seconds", "keep_daily", "weights_only_after"):
         if values.get(f"retention.{name}") and not values.get("retention.keep_last"):
             yield f"{name} needs keep_last: with keep_last 0 everything is kept"
+    if values.get("fall_back_after", 0) < 0:
+        yield "fall_back_after must be 1 or more, or 0 for never"
     yield from _optimizer_file_problems(values.get("retention.optimizer_files", ""))
     if 0 < values.get("objective.recovery_point", 0.0) < LEAST_RECOVERY_POINT_SECONDS:
         yield f"recovery_point must be {LEAST_RECOVERY_POINT_SECONDS:g} s or more, or 0 for none"

@@ -266,6 +266,12 @@ class Settings:
         "How a checkpoint gets to the volume. whole: all of it, before the program starts. lazy: while the program "
         "starts and as far as it asks, for programs that resume with Keepstep's client. off: not at all.",
     ] = "whole"
+    fall_back_after: Annotated[
+        int,
+        "After so many starts of `keepstep run` in a row that an error ended within 60 s, and that stored nothing new "
+        "but logs, restore passes over the snapshot that they resumed from and takes the one before it. Starts whose "
+        "program has read nothing of the snapshot do not count. 0: never, and what was passed over is taken again.",
+    ] = 3
     watch: Annotated[
         tuple[str, ...],
         "Directories that the program writes to and Keepstep keeps snapshots of, separated by colons; their last names "

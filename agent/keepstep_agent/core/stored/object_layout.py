@@ -48,6 +48,8 @@ _MANIFEST_NAME: Final = re.compile(r"([0-9]{5,10})-([0-9]{5,10})\.json")
 COMMITS_PREFIX: Final = f"{STATE_DIRECTORY}/{COMMITS_DIRECTORY}/"
 RESUME_PREFIX: Final = f"{STATE_DIRECTORY}/{RESUME_DIRECTORY}/"
 DAMAGED_PREFIX: Final = f"{STATE_DIRECTORY}/{DAMAGED_DIRECTORY}/"
+# No token has a ~.
+_PASSED_OVER_SUFFIX: Final = "~passed-over"
 LEDGER_PREFIX: Final = f"{STATE_DIRECTORY}/ledger/"
 """Of a run's ledger. What reads checkpoints never looks there."""
 LEASE_KEY: Final = f"{STATE_DIRECTORY}/lease/run.json"
@@ -320,6 +322,16 @@ def parse_place_key(key: str) -> tuple[str, int, str] | None:
 
 def damage_key(save: str) -> str:
     return f"{DAMAGED_PREFIX}{save}"
+
+
+def passed_over_key(save: str) -> str:
+    return f"{DAMAGED_PREFIX}{save}{_PASSED_OVER_SUFFIX}"
+
+
+def parse_note_key(key: str) -> tuple[str, bool]:
+    """Return of which save an object below DAMAGED_PREFIX is a note, and whether that was passed over."""
+    note = key.removeprefix(DAMAGED_PREFIX)
+    return note.removesuffix(_PASSED_OVER_SUFFIX), note.endswith(_PASSED_OVER_SUFFIX)
 
 
 def ledger_key(attempt: str, written_at: float, nonce: str) -> str:

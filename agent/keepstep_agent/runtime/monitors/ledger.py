@@ -165,7 +165,7 @@ class LedgerWriter:
                 self._wants_object = True
                 self._say(error)
 
-    async def last_words(self, command: Exit, *, program_failed: bool = False) -> None:
+    async def last_words(self, command: Exit, *, program_failed: bool = False, failed_early: bool = False) -> None:
         """Note the agent's end, and write what is left. Takes only a moment, or gives up."""
         self._add(
             lambda number: AgentEnded(
@@ -175,6 +175,7 @@ class LedgerWriter:
                 source=_shortened(self._source),
                 not_durable=len(command.lost),
                 program_failed=program_failed,
+                failed_early=failed_early,
             )
         )
         try:

@@ -88,6 +88,7 @@ class Mirror:
         self._files: Mapping[str, Fingerprint] = {}
         # The files that restore brought, as long as nobody has read them.
         self._restored: Mapping[str, Fingerprint] = {}
+        self._is_unread = self._has_sent_data = False
         # Whether the last look found nothing new, with no program that could still write.
         self._is_empty_at_end = False
         self._next_at = 0.0
@@ -156,6 +157,11 @@ class Mirror:
             # Whatever lies in these directories, the agent must be able to end.
             log.exception("mirror.failed", hint="this is a bug in the agent: please report it")
 
+    @property
+    def is_as_restored(self) -> bool:
+        """Whether the program has read what restore brought, as far as is known, and nothing new but logs was sent."""
+        return not self._is_unread and not self._has_sent_data
+
     async def nothing_found(self) -> str:
         """Return a line for people if the program has ended and left nothing; else "".
 
@@ -189,10 +195,11 @@ class Mirror:
         """Say so if the program has read nothing of what restore brought, although it is still there."""
         if not self._restored or self._engine.state.termination.noticed:
             return
-        if await self._run(self._output.unread, self._restored):
+        self._is_unread = await self._run(self._output.unread, self._restored)
+        if self._is_unread:
             places = " and ".join(self._settings.watch)
             say(
-                f"keepstep: the program read none of the {len(self._restored)} files that were restored to {places}: "
+                f"keepstep: the program read none of the {len(self._restored)} files of the last snapshot in {places}: "
                 "if it was to resume, give it the option that makes it look there"
             )
 
@@ -337,6 +344,7 @@ class Mirror:
         await self._engine.submit(event, lambda state: _checked(state, event))
         self._taken_at, self._left_out = time.monotonic(), frozenset(decision.left_out)
         self._named = self._left_out
+        self._has_sent_data |= any(file.path not in decision.growing for file in plan.content.files)
         assert self._history is not None
         self._history.taken()
         self._next_at = self._taken_at + _BETWEEN_SNAPSHOTS_SECONDS

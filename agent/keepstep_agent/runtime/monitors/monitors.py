@@ -96,6 +96,8 @@ _DRAIN_SECONDS: Final = 1.0
 # A rank may end a moment after the program that started it, and the end of its connection is seen a moment later.
 _LEFT_BEHIND_AFTER_SECONDS: Final = 2.0
 _PROGRAM_ENDED: Final = "program ended"
+_EARLY_SECONDS: Final = 60.0
+"""A program that fails within so long may not have been able to load what it resumes from."""
 
 T = TypeVar("T")
 
@@ -134,6 +136,10 @@ class Monitors:
         self._left_behind_until: float | None = None
         self.program_failed = False
         """Whether a signal or an error has ended the runner's program."""
+        self.failed_early = False
+        """Whether it was an error, so soon that what restore brought may be the reason."""
+        self._began_at = clock.now()
+        self._ended_early = False
 
     async def watch_ranks(self, parent_pid: int | None) -> None:
         """Watch which ranks are alive, until cancelled. `parent_pid`: the runner; the agent stops when it is gone."""
@@ -297,6 +303,11 @@ class Monitors:
         begins when they have left, but no later than a grace period from now, or than an earlier notice allows.
         """
         self.program_failed = failed_at is not None
+        self._ended_early = (
+            failed_at is not None
+            and failed_at - self._began_at <= _EARLY_SECONDS
+            and not self._engine.state.termination.noticed
+        )
         left_behind = await self._ranks_left_behind()
         if not left_behind:
             await self._request_stop(trainers_gone=True, failed_at=failed_at, survivors_ended_well=survivors_ended_well)
@@ -357,6 +368,7 @@ class Monitors:
                 survivors_ended_well=survivors_ended_well,
                 limit_seconds=self._seconds_to_look_around(),
             )
+            self.failed_early = self._ended_early and self._mirror.is_as_restored
         await self._recover_unannounced()
         nothing_found = ""
         # Not before the recovery: an agent that was just restarted has announced nothing yet.

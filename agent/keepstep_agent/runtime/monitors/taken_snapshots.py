@@ -82,7 +82,8 @@ class TakenSnapshots:
             self._executor, read_base, self._volume, self._state_directory
         )
         state = self._engine.state
-        if state.newest_snapshot is not None:
+        # If it was not on its way then, restore has put another one in place since.
+        if state.newest_snapshot is not None and state.newest_snapshot.info.save in self.base.pending:
             await self._keep(state.newest_snapshot, self._taken_before(state.newest_snapshot))
         for save, checkpoint in state.unfinished.items():
             if checkpoint.info.is_snapshot:

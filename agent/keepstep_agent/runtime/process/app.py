@@ -324,7 +324,11 @@ async def run_agent(settings: Settings, *, fresh: bool = False, parent_pid: int 
         boost = await stack.enter_async_context(
             workload_boost(settings, state=lambda: state, clock=clock, executor=monitor_threads)
         )
-        at_exit: list[AtExit] = [lambda command: ledger.last_words(command, program_failed=monitors.program_failed)]
+        at_exit: list[AtExit] = [
+            lambda command: ledger.last_words(
+                command, program_failed=monitors.program_failed, failed_early=monitors.failed_early
+            )
+        ]
         if boost is not None:
             forever.append(boost.keep)
             at_exit.append(lambda _: boost.last_words())
