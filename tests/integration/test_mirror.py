@@ -150,6 +150,56 @@ def test_what_is_announced_is_in_no_snapshot_and_what_lies_beside_it_is(tmp_path
     assert not {path for path in stored if "by-call-20" in path or "checkpoint-10" in path}
 
 
+def test_a_part_of_a_checkpoint_that_nobody_announced_is_in_no_snapshot_and_named(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    with AgentProcess(tmp_path / "volume", f"file://{store}") as agent:
+        announced = write_checkpoint(agent.checkpoints / "checkpoint-271", {"rank0": 100, "rank1": 100})
+        agent.wait_committed(agent.announce(announced, 271, save="attempt-271").save)
+        # One of its two programs was killed between its save and its announcement.
+        write_checkpoint(agent.checkpoints / "checkpoint-205", {"rank0": 100})
+        write_checkpoint(agent.checkpoints / "runs", {"config.json": 100})
+        wait_until(lambda: bool(agent.log("snapshot.taken")), HANG_SECONDS, "a snapshot is taken")
+        agent.terminate()
+        agent.wait(HANG_SECONDS)
+        assert "checkpoints/checkpoint-205: it looks like a checkpoint of those that are announced" in agent.log_text()
+    assert not [path for path in tree(store / "node-0") if "checkpoint-205" in path]
+    assert [path for path in tree(store / "node-0") if path.endswith("runs/config.json")]
+
+
+CHANGED = """
+import os, sys
+from pathlib import Path
+out = Path(sys.argv[1])
+(out / "empty").mkdir(parents=True)
+(out / "plain").write_text("plain")
+(out / "run.sh").write_text("run")
+(out / "run.sh").chmod(0o755)
+(out / "again").hardlink_to(out / "plain")
+with open(out / "sparse", "wb") as file:
+    file.truncate(1024**2)
+"""
+
+
+def test_what_comes_back_changed_is_said_at_the_snapshot_once(place: Place) -> None:
+    command = (sys.executable, "-c", CHANGED + "import signal; signal.pause()", str(place.out))
+    with RunProcess(place.volume, f"file://{place.store}", command=command, watch=place.out) as run:
+        wait_until(lambda: len(place.snapshots()) == 1, HANG_SECONDS, "it is committed")
+        said = {line["such_as"]: line["comes_back"] for line in run.log("snapshot.comes_back_changed")}
+        (place.out / "more.sh").write_text("run")
+        (place.out / "more.sh").chmod(0o755)
+        wait_until(lambda: len(place.snapshots()) == 2, HANG_SECONDS, "it is committed too")
+        assert len(run.log("snapshot.comes_back_changed")) == len(said)
+        run.signal(signal.SIGTERM)
+    # Either of its two names may be seen first.
+    said = {path.replace("again", "plain"): how for path, how in said.items()}
+    assert said == {
+        "out/empty": "not at all, as it is an empty folder",
+        "out/run.sh": "without its mode",
+        "out/plain": "as a file of its own, though it has another name here",
+        "out/sparse": "without its holes, if it has any",
+    }
+
+
 CLIENT = """
 import keepstep
 checkpointer = keepstep.Checkpointer()

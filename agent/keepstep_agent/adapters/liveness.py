@@ -67,6 +67,14 @@ class RankLocks:
             return frozenset()
         return frozenset(int(name) for name in names if _RANK.fullmatch(name))
 
+    def have_been_held(self) -> bool:
+        """Whether a client of Keepstep's has ever run on this volume. Never raises."""
+        try:
+            with open_volume(self._volume) as root, root.folder(_FOLDER) as folder:
+                return any(_RANK.fullmatch(entry.name) for entry in folder.entries())
+        except OSError:
+            return False
+
     def claimed_paths(self) -> frozenset[Path]:
         """Return what processes are about to announce, or were when they died. Never raises."""
         found: set[Path] = set()

@@ -1,19 +1,28 @@
 """Notes of the saves that a restore did not take: one small object for each, which says why.
 
 It was damaged, or programs that resumed from it failed again and again. A note of damage is a hint, not a condition: a
-reader without write access does without it, and a wrong note only keeps more.
+reader without write access does without it, and a wrong note only keeps more. What was passed over is offered again if
+nothing else is left: then the program is at fault, or all is lost anyway.
 """
 
+from collections.abc import Iterable, Mapping
 from typing import Final
 
 import structlog
 
-from keepstep_agent.catalog.object_reads import DAMAGE, REFUSALS, get_whole, if_there
+from keepstep_agent.catalog.ledger import decode_object, newest_objects
+from keepstep_agent.catalog.object_reads import DAMAGE, REFUSALS, for_each, get_whole, if_there, read_object
 from keepstep_agent.core.errors import StoreError
+from keepstep_agent.core.limits import LEDGER_BYTES, LEDGER_OBJECTS_BYTES
+from keepstep_agent.core.policies.restore_choice import CommittedSave, failed_in_a_row
+from keepstep_agent.core.stored.ledger import AgentLife, joined_lives
 from keepstep_agent.core.stored.object_layout import DAMAGED_PREFIX, damage_key, parse_note_key, passed_over_key
 from keepstep_agent.ports import StoreReader, StoreWriter
 
 _NOTE_BYTES: Final = 64 * 1024
+_READ_AT_ONCE: Final = 8
+_MOST_OBJECTS: Final = 128
+_HINT: Final = "it stays, and --fall-back-after 0 takes it again"
 
 _log: structlog.typing.FilteringBoundLogger = structlog.get_logger()
 
@@ -43,11 +52,6 @@ async def damaged_saves(store: StoreReader, run: str = "") -> frozenset[str]:
     return frozenset([save for save, _ in await _notes(store, run)])
 
 
-async def passed_over_saves(store: StoreReader) -> frozenset[str]:
-    """Return the ids of the saves that a restore has passed over."""
-    return frozenset([save for save, passed_over in await _notes(store, "") if passed_over])
-
-
 async def read_damage(store: StoreReader, save: str) -> str:
     """Return what a save's notes say is wrong; empty if it has none, or one that cannot be read."""
     notes: list[str] = []
@@ -60,6 +64,52 @@ async def read_damage(store: StoreReader, save: str) -> str:
             note = None
         notes.append((note or b"").decode(errors="replace").strip())
     return "; ".join(filter(None, notes))
+
+
+async def passed_over(
+    store: StoreWriter, snapshots: Iterable[CommittedSave], *, node_rank: int, after: int
+) -> Mapping[str, str]:
+    """Return why snapshots of this node are passed over, by save; empty if all of them would be.
+
+    After `after` starts in a row that failed early; 0: none is.
+    """
+    saves = {one.save for one in snapshots}
+    if not after or not saves:
+        return {}
+    noted = frozenset([save for save, is_passed_over in await _notes(store, "") if is_passed_over])
+    count, had = await _failed_in_a_row(store, node_rank, noted)
+    reasons = dict.fromkeys(noted & saves, f"programs that resumed from it have failed within a minute; {_HINT}")
+    failed = f"{count} starts in a row that resumed from it have failed within a minute; {_HINT}"
+    new = dict.fromkeys(had & saves if count >= after else (), failed)
+    if saves <= reasons.keys() | new.keys():
+        if new or reasons:
+            _log.warning("restore.nothing_older", starts=count, hint="see why the program fails: no snapshot is older")
+        return {}
+    for save, reason in new.items():
+        _log.warning("restore.passed_over", save=save, starts=count)
+        await note_passed_over(store, save, reason)
+    return reasons | new
+
+
+async def _failed_in_a_row(store: StoreReader, node_rank: int, noted: frozenset[str]) -> tuple[int, frozenset[str]]:
+    """Read the ledger's objects, newest first, until a start that did not fail early is found."""
+    keys, _ = await newest_objects(store, "", most_bytes=LEDGER_OBJECTS_BYTES)
+    lives: list[AgentLife] = []
+    count, had = 0, frozenset[str]()
+
+    async def read(key: str) -> None:
+        try:
+            lives.extend(await if_there(read_object(store, key, decode_object, limit_bytes=LEDGER_BYTES)) or ())
+        except StoreError as error:
+            if error.kind not in (*DAMAGE, *REFUSALS):
+                raise
+
+    for number in range(0, min(len(keys), _MOST_OBJECTS), _READ_AT_ONCE):
+        await for_each(keys[number : number + _READ_AT_ONCE], read, at_once=_READ_AT_ONCE)
+        count, had, is_over = failed_in_a_row(joined_lives(lives), node_rank, noted)
+        if is_over:
+            break
+    return count, had
 
 
 async def _note(store: StoreWriter, key: str, reason: str) -> None:

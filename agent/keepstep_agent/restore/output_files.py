@@ -32,7 +32,7 @@ from keepstep_agent.adapters.volume.shared_folders import (
 from keepstep_agent.adapters.volume.shared_volume import Folder, fingerprint, open_volume
 from keepstep_agent.core.errors import ErrorKind, VolumeError
 from keepstep_agent.core.mirror.file_states import Proof
-from keepstep_agent.core.mirror.output_scan import folder_of
+from keepstep_agent.core.mirror.output_scan import folder_of, folders_above
 from keepstep_agent.core.model import FileEntry, Fingerprint
 from keepstep_agent.restore.placing import place_file, place_link, set_read_time, set_time
 from keepstep_agent.restore.strange_files import move_aside, remove_recorded
@@ -179,12 +179,13 @@ class OutputFiles:
             for folder in (self._volume, self._state_directory)
             if folder.is_relative_to(directory)
         ]
-        stay = {path[:end] for path in (*kept, *left_out, *own) for end in _ends(path)[:-1]}
+        stay = {folder for path in (*kept, *left_out, *own) for folder in folders_above(path)}
         strays: dict[str, list[str]] = {}
         for path in is_stored:
             if path not in kept or not is_stored[path]:
                 # The highest folder that nothing else needs, or the file.
-                root = next(path[:end] for end in _ends(path)[1:] if path[:end] not in stay)
+                *folders, _ = folders_above(path)
+                root = next((folder for folder in reversed(folders) if folder not in stay), path)
                 strays.setdefault(root, []).append(path)
         moved: list[Path] = []
         for root, paths in strays.items():
@@ -254,7 +255,7 @@ class OutputFiles:
 
     def _sync(self, paths: Iterable[str]) -> None:
         """Make the names in these folders and in all above them durable."""
-        above = {path[:end] for path in paths for end in _ends(path)}
+        above = {folder for path in paths for folder in (path, *folders_above(path))}
         try:
             for path in sorted(above):
                 with self._folder(path) as folder:
@@ -262,8 +263,8 @@ class OutputFiles:
             for root, below in {self._output.root_of(path.partition("/")[0]) for path in above}:
                 with open_volume(root) as opened:
                     opened.sync()
-                    for end in _ends(below):
-                        with opened.folder(below[:end]) as folder:
+                    for place in (below, *folders_above(below)):
+                        with opened.folder(place) as folder:
                             folder.sync()
                 if root != self._volume:
                     for parent in root.parents:
@@ -318,11 +319,6 @@ def in_the_way(place: Path, what: str) -> VolumeError:
 def _identity(folder: Folder) -> tuple[int, int]:
     status = os.fstat(folder.descriptor)
     return status.st_dev, status.st_ino
-
-
-def _ends(path: str) -> list[int]:
-    """Return where each name of a path ends."""
-    return [position for position in range(1, len(path) + 1) if path[position : position + 1] in {"", "/"}]
 
 
 def _name_of(path: str) -> str:

@@ -11,6 +11,7 @@ from enum import StrEnum
 
 from keepstep_agent.catalog.reading import CommittedCheckpoint
 from keepstep_agent.core.mirror.base import HeldFile, MirrorBase, held_files
+from keepstep_agent.core.mirror.output_scan import folders_above
 from keepstep_agent.core.model import FileEntry, Fingerprint, SnapshotId
 from keepstep_agent.restore.output_files import EntryKind, Look, OutputFiles, in_the_way
 
@@ -81,11 +82,11 @@ class TakenPaths:
     def add(self, paths: Iterable[str]) -> None:
         for path in paths:
             self.paths.add(path)
-            self.folders.update(_folders_above(path))
+            self.folders.update(folders_above(path))
 
     def leave(self, path: str) -> bool:
         """Return whether there is room for a path: no other has its name, or that of a folder above or below it."""
-        return path not in self.paths and path not in self.folders and self.paths.isdisjoint(_folders_above(path))
+        return path not in self.paths and path not in self.folders and self.paths.isdisjoint(folders_above(path))
 
 
 def select_own(output: OutputFiles, base: MirrorBase, checkpoint: CommittedCheckpoint) -> Selection:
@@ -288,9 +289,3 @@ def entries_of(checkpoint: CommittedCheckpoint) -> Iterator[FileEntry]:
 
 def _held(checkpoint: CommittedCheckpoint, looks: Mapping[str, Fingerprint]) -> dict[str, HeldFile]:
     return {held.entry.path: held for manifest in checkpoint.manifests for held in held_files(manifest, looks)}
-
-
-def _folders_above(path: str) -> Iterator[str]:
-    while "/" in path:
-        path = path.rpartition("/")[0]
-        yield path

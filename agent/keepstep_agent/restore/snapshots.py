@@ -24,9 +24,8 @@ from keepstep_agent.adapters.output.announced_paths import AnnouncedPaths
 from keepstep_agent.adapters.output.mirror_state import read_base, write_base
 from keepstep_agent.adapters.output.output_directories import OutputDirectories
 from keepstep_agent.adapters.volume.errors import volume_error
-from keepstep_agent.catalog.damage import clear_damage
+from keepstep_agent.catalog.damage import clear_damage, passed_over
 from keepstep_agent.catalog.markers import list_snapshots
-from keepstep_agent.catalog.passed_over import passed_over
 from keepstep_agent.catalog.reading import CommittedCheckpoint
 from keepstep_agent.core.errors import ErrorKind, StoreError
 from keepstep_agent.core.mirror.base import MirrorBase, series_of

@@ -5,7 +5,8 @@ what a client that died has left there may be half a checkpoint.
 """
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import structlog
@@ -14,6 +15,8 @@ from keepstep_agent.adapters.liveness import RankLocks
 from keepstep_agent.adapters.output.mirror_state import read_announced, write_announced
 from keepstep_agent.adapters.output.output_directories import OutputDirectories
 from keepstep_agent.adapters.records import RecordedPaths
+from keepstep_agent.core.mirror.output_scan import folder_of, folders_above
+from keepstep_agent.core.mirror.write_groups import kind_of
 
 log = structlog.get_logger("keepstep.mirror")
 
@@ -44,6 +47,27 @@ class AnnouncedPaths:
             except OSError as error:
                 log.warning("mirror.announced_not_kept", error=str(error))
         return self._known
+
+    def look_alikes(self, announced: Collection[str], stored: Iterable[str]) -> frozenset[str]:
+        """Return what lies beside announced paths, is called like one but for its numbers, and was never announced.
+
+        Nobody can tell whether it is whole: its program may have died between two of its announcements. None where
+        Keepstep's client runs, which keeps apart what is not complete; and nothing of which `stored` has a file: it was
+        there before anything like it was announced.
+        """
+        if not announced or self._locks.have_been_held():
+            return frozenset()
+        kinds: dict[str, set[str]] = {}
+        for path in announced:
+            kinds.setdefault(folder_of(path), set()).add(kind_of(path))
+        found: set[str] = set()
+        for above in kinds.keys() - {""}:
+            with suppress(OSError), self._output.folder(above) as folder:
+                names = [f"{above}/{entry.name}" for entry in folder.entries()]
+                found.update(path for path in names if kind_of(path) in kinds[above])
+        if found:
+            found.difference_update(*((path, *folders_above(path)) for path in (*announced, *stored)))
+        return frozenset(found)
 
     def _in_snapshots(self, paths: Iterable[str]) -> Iterator[str]:
         for path in paths:

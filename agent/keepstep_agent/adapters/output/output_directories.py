@@ -20,6 +20,11 @@ from keepstep_api.names import STATE_DIRECTORY, TEMPORARY_PREFIXES
 PARTIAL: Final = f"{STATE_DIRECTORY}-partial"
 """What has this name in an output directory gets another one in a moment; after a crash of restore it is garbage."""
 _PROBE: Final = "time-of-reads"
+_MOST_CHANGED: Final = 1_000
+_BLOCK_BYTES: Final = 512
+_LEAST_HOLE_BYTES: Final = 4_096
+_SECOND_NAME: Final = "as a file of its own, though it has another name here"
+_EMPTY: Final = "not at all, as it is an empty folder"
 
 
 class OutputDirectories:
@@ -48,29 +53,40 @@ class OutputDirectories:
             return self._volume, f"{path_in(self._volume, directory)}/{below}".strip("/")
         return directory, below
 
-    def scan(self, left_out: Collection[str], before: Mapping[str, Fingerprint]) -> OutputScan:
-        """Look at everything but `left_out`, which are paths of files and folders. Missing directories are empty.
+    def scan(
+        self, left_out: Collection[str], before: Mapping[str, Fingerprint], unannounced: frozenset[str] = frozenset()
+    ) -> OutputScan:
+        """Look at everything but `left_out` and `unannounced`, which are paths of files and folders.
 
-        `before` are the fingerprints of an earlier look: equal ones are used again, which saves memory.
+        Missing directories are empty. `before` are the fingerprints of an earlier look: equal ones are used again,
+        which saves memory.
         """
+        left_out = {*left_out, *unannounced}
         files: dict[str, Fingerprint] = {}
         settled: set[str] = set()
         links: dict[str, str] = {}
         problems: dict[str, str] = {}
+        changed: dict[str, str] = {}
         missing: set[str] = set()
         for label in self._directories:
             if label in left_out:
                 continue
             try:
                 with self.folder(label) as top:
-                    _scan(top, f"{label}/", left_out, before, files, settled, links, problems)
+                    _scan(top, f"{label}/", left_out, before, files, settled, links, problems, changed)
             except FileNotFoundError:
                 missing.add(label)
             except OSError as error:
                 problems[label] = f"it cannot be read: {error.strerror}"
         links = {path: self._relative(path, target) for path, target in links.items()}
         return OutputScan(
-            files=files, settled=frozenset(settled), links=links, problems=problems, missing=frozenset(missing)
+            files=files,
+            settled=frozenset(settled),
+            links=links,
+            problems=problems,
+            missing=frozenset(missing),
+            unannounced=unannounced,
+            comes_back_changed=changed,
         )
 
     def _relative(self, path: str, target: str) -> str:
@@ -119,6 +135,16 @@ class OutputDirectories:
         return found != 1
 
 
+def _loss(status: os.stat_result) -> str:
+    """Return how a file comes back, if not as it is; else ""."""
+    mode = status.st_mode
+    if mode & stat.S_IXUSR or not mode & stat.S_IRGRP:
+        return "without its mode"
+    if status.st_blocks * _BLOCK_BYTES + _LEAST_HOLE_BYTES <= status.st_size:
+        return "without its holes, if it has any"
+    return ""
+
+
 def _is_keepsteps_own(path: str) -> bool:
     """Whether a folder is Keepstep's own, or below one: its state, or what a Checkpointer has not finished."""
     return any(name == STATE_DIRECTORY or name.startswith(TEMPORARY_PREFIXES) for name in path.split("/"))
@@ -133,8 +159,11 @@ def _scan(
     settled: set[str],
     links: dict[str, str],
     problems: dict[str, str],
+    changed: dict[str, str],
 ) -> None:
     skipped = tuple(f"{path}/" for path in left_out)
+    # The first name of each file that has several. One of them may be a pin of ours.
+    names: dict[int, str] = {}
 
     def unreadable(where: str, error: OSError) -> None:
         if not isinstance(error, FileNotFoundError):
@@ -144,6 +173,8 @@ def _scan(
         here = prefix + below
         if _is_keepsteps_own(below) or (skipped and here.startswith(skipped)):
             continue
+        if below and not entries:
+            changed[here.rstrip("/")] = _EMPTY
         for entry in entries:
             path = here + entry.name
             if path in left_out or entry.name == PARTIAL or entry.is_dir(follow_symlinks=False):
@@ -171,3 +202,7 @@ def _scan(
                     settled.add(path)
                 known = fingerprint(status)
             files[path] = known
+            if len(changed) < _MOST_CHANGED and (loss := _loss(status)):
+                changed[path] = loss
+            if status.st_nlink > 1 and names.setdefault(status.st_ino, path) != path and len(changed) < _MOST_CHANGED:
+                changed[path] = _SECOND_NAME

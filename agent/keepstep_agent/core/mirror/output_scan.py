@@ -1,7 +1,7 @@
 """What one look at the output directories shows."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -24,6 +24,8 @@ class OutputScan:
     `settled`: files with another inode than before that were renamed since they were last written to, or otherwise
     finished: their status is newer than their bytes. `links` are symbolic links with their targets. `problems` says of
     files and folders why they cannot be stored. `missing`: directories that do not exist, yet or any more.
+    `unannounced`: what looks like a checkpoint that was announced, and was not; it was not looked into.
+    `comes_back_changed`: what a restore does not bring back as it is here, and how it does.
     """
 
     files: Mapping[str, Fingerprint] = field(default_factory=dict)
@@ -31,6 +33,8 @@ class OutputScan:
     links: Mapping[str, str] = field(default_factory=dict)
     problems: Mapping[str, str] = field(default_factory=dict)
     missing: frozenset[str] = frozenset()
+    unannounced: frozenset[str] = frozenset()
+    comes_back_changed: Mapping[str, str] = field(default_factory=dict)
 
     def is_unknown(self, path: str) -> bool:
         """Whether the look could not show what is at a path: it lies in what is missing or could not be read."""
@@ -46,6 +50,13 @@ def is_log(path: str) -> bool:
 
 def folder_of(path: str) -> str:
     return path.rpartition("/")[0]
+
+
+def folders_above(path: str) -> Iterator[str]:
+    """Yield the folders above a path, the lowest first."""
+    while "/" in path:
+        path = folder_of(path)
+        yield path
 
 
 def bad_name(path: str) -> str:

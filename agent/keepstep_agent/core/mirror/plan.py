@@ -13,11 +13,12 @@ from typing import Final
 from keepstep_agent.core.errors import RequestError, printable
 from keepstep_agent.core.mirror.base import HeldFile, MirrorBase
 from keepstep_agent.core.mirror.output_history import Decision
-from keepstep_agent.core.mirror.output_scan import OutputScan, bad_name, folder_of
+from keepstep_agent.core.mirror.output_scan import OutputScan, bad_name, folder_of, folders_above
 from keepstep_agent.core.model import FileEntry, Fingerprint, PinMethod, SnapshotContent, SourceFile
 from keepstep_agent.core.stored.object_layout import check_link
 
 _MOST_LINES: Final = 20
+_UNANNOUNCED: Final = "it looks like a checkpoint of those that are announced, and nobody has announced it"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +53,7 @@ def plan_snapshot(
     aliases = {held.fingerprint: held for held in base.files.values()}
     kept: list[FileEntry] = []
     looks: dict[str, Fingerprint] = {}
-    not_stored = dict(scan.problems)
+    not_stored = dict(scan.problems) | dict.fromkeys(scan.unannounced, _UNANNOUNCED)
     wanted: list[SourceFile] = []
     for path, seen in scan.files.items():
         if base.others.get(path) == seen:
@@ -82,12 +83,12 @@ def plan_snapshot(
     looks.update((file.path, file.fingerprint) for file in sent)
     instead = [base.files[file.path].entry for file in sent if file.path in base.files]
     taken = looks.keys() | scan.links.keys()
-    folders = {folder for path in taken for folder in _folders_above(path)}
+    folders = {folder for path in taken for folder in folders_above(path)}
     for path in sorted(base.files.keys() - scan.files.keys()):
         # Another file or a link has its name, has taken it for a folder, or lies above it.
-        if path in taken or path in folders or not taken.isdisjoint(_folders_above(path)):
+        if path in taken or path in folders or not taken.isdisjoint(folders_above(path)):
             continue
-        is_left_out = bool(not_stored.keys() - scan.problems.keys())
+        is_left_out = bool(not_stored.keys() - scan.problems.keys() - scan.unannounced)
         if is_left_out or path in decision.deleted or scan.is_unknown(path):
             kept.append(base.files[path].entry)
             looks[path] = base.files[path].fingerprint
@@ -116,12 +117,6 @@ def _lines(not_stored: Mapping[str, str]) -> Iterator[str]:
         yield printable(f"{path}: {reason}")
     if len(not_stored) > _MOST_LINES:
         yield f"and {len(not_stored) - _MOST_LINES} other files"
-
-
-def _folders_above(path: str) -> Iterator[str]:
-    while "/" in path:
-        path = folder_of(path)
-        yield path
 
 
 def _links_to_keep(

@@ -65,7 +65,7 @@ class WriteGroup:
 def kinds_of(paths: Iterable[str]) -> Kinds:
     kinds: dict[str, set[tuple[str, ...]]] = {}
     for path in paths:
-        kinds.setdefault(_kind(path), set()).add(tuple(_NUMBER.findall(_HASH.sub(_HASH_MARK, path))))
+        kinds.setdefault(kind_of(path), set()).add(tuple(_NUMBER.findall(_HASH.sub(_HASH_MARK, path))))
     return {kind: frozenset(numbers) for kind, numbers in kinds.items()}
 
 
@@ -152,11 +152,11 @@ def _begins_as_the_first(part: Sequence[Write], parts: Sequence[Sequence[Write]]
     It begins with the kind of file with which the first part like it began, after a rest; and the part just before it
     has a kind of it, because files that take turns may be one save.
     """
-    kinds = [_kind(write.path) for write in part]
+    kinds = [kind_of(write.path) for write in part]
     for other in parts:
-        common = [kind for write in other if (kind := _kind(write.path)) in kinds]
+        common = [kind for write in other if (kind := kind_of(write.path)) in kinds]
         if common:
-            takes_turns = len(parts) > 1 and not any(_kind(write.path) in kinds for write in parts[-2])
+            takes_turns = len(parts) > 1 and not any(kind_of(write.path) in kinds for write in parts[-2])
             return common[0] == kinds[0] and not takes_turns
     return True
 
@@ -201,7 +201,8 @@ def related_kinds(group: WriteGroup, earlier: Sequence[Kinds], later: Sequence[W
 
 
 @lru_cache(maxsize=65_536)
-def _kind(path: str) -> str:
+def kind_of(path: str) -> str:
+    """Return what the paths of one kind have in common: all but numbers and hashes."""
     return _NUMBER.sub(_NUMBER_MARK, _HASH.sub(_HASH_MARK, path))
 
 

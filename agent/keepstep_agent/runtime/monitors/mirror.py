@@ -28,6 +28,7 @@ from keepstep_agent.core.agent import disk_pressure, drain
 from keepstep_agent.core.agent.announcements import check_announcement
 from keepstep_agent.core.agent.events import Announced, OutputLooked
 from keepstep_agent.core.agent.state import State
+from keepstep_agent.core.errors import printable
 from keepstep_agent.core.mirror.base import series_of
 from keepstep_agent.core.mirror.file_states import QUIET_SECONDS
 from keepstep_agent.core.mirror.output_history import DUE_SECONDS, Decision, OutputHistory, ProgramEnd
@@ -98,6 +99,7 @@ class Mirror:
         # What the last snapshot had to leave out, and what was named last.
         self._left_out: frozenset[str] = frozenset()
         self._named: frozenset[str] = frozenset()
+        self._said_to_change: set[str] = set()
         self._look_cpu_seconds = 0.0
         self._pause_seconds = self._least_pause_seconds = 0.0
 
@@ -300,7 +302,7 @@ class Mirror:
         self, history: OutputHistory, left_out: frozenset[str], lives: bool, end: ProgramEnd | None
     ) -> tuple[OutputScan, Decision]:
         began = time.thread_time()
-        scan = self._output.scan(left_out, self._files)
+        scan = self._output.scan(left_out, self._files, self._announced.look_alikes(left_out, self._snapshots.stored))
         at, unix_at = time.monotonic(), time.time()
         self._files = scan.files
         evidence = self._prober.examine(history.to_examine(scan, self._snapshots.stored))
@@ -336,6 +338,7 @@ class Mirror:
             stored.get(path) != in_base.get(path) for path in decision.left_out
         )
         self._planned_links = scan.links
+        self._say_what_comes_back_changed(scan)
         if not plan.is_news or goes_back:
             self._next_at = time.monotonic() + _BETWEEN_SNAPSHOTS_SECONDS
             return ""
@@ -358,6 +361,18 @@ class Mirror:
             not_stored=len(plan.not_stored),
         )
         return event.info.save
+
+    def _say_what_comes_back_changed(self, scan: OutputScan) -> None:
+        for how in set(scan.comes_back_changed.values()) - self._said_to_change:
+            self._said_to_change.add(how)
+            paths = sorted(path for path, change in scan.comes_back_changed.items() if change == how)
+            log.warning(
+                "snapshot.comes_back_changed",
+                comes_back=how,
+                paths=len(paths),
+                such_as=printable(paths[0]),
+                hint="a snapshot has names, bytes, times and symbolic links",
+            )
 
     def _plan(self, scan: OutputScan, decision: Decision) -> SnapshotPlan:
         return plan_snapshot(
