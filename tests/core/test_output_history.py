@@ -309,6 +309,31 @@ def test_a_small_state_that_is_rewritten_all_the_time_is_never_taken_for_a_log(p
         assert played.contents.get("out/state.bin", "!").endswith("!")
 
 
+@pytest.mark.parametrize("knows_open", [True, False])
+def test_a_status_file_that_is_never_at_rest_keeps_no_save_from_being_stored(knows_open: bool) -> None:
+    played = Played(knows_open=knows_open)
+    for step in range(1, 120):
+        played.write("out/status", f"step {step // 20} of many, {step} s", keep_open=step % 2 == 0)
+        if step % 20 == 0:
+            played.write("out/model.bin", f"model {step}")
+            played.write("out/optim.bin", f"optim {step}")
+        played.wait(0.5)
+    assert len(played.taken_at) >= 3
+    assert played.contents["out/model.bin"] == "model 100"
+    assert played.contents["out/optim.bin"] == "optim 100"
+
+
+def test_a_part_of_a_save_that_is_rewritten_with_each_of_its_files_goes_with_them(played: Played) -> None:
+    for save in range(1, 6):
+        for shard in range(6):
+            played.write(f"out/shard-{shard}.bin", f"{save}", seconds=0.5, pieces=2)
+            played.write("out/index", f"{save}/{shard}")
+            played.wait(0.5)
+        played.wait(5)
+        found = {content.partition("/")[0] for content in played.contents.values()}
+        assert found == {str(save)}
+
+
 def test_a_database_is_stored_although_it_is_never_quiet_and_delays_nothing(played: Played) -> None:
     for number in range(1, 60):
         played.append("out/study.db", f"{number}", close=False)

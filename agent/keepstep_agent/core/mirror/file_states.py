@@ -15,6 +15,10 @@ QUIET_SECONDS: Final = 2.0
 CLOSED_SECONDS: Final = 1.0
 """For so long a file must have been closed: a process that was killed closes its files too, and its launcher may live
 for a moment."""
+_STATUS_SECONDS: Final = 10.0
+_STATUS_BYTES: Final = 64 * 1024
+"""A file that is no longer than this and was written to for so long without a rest shows how its program fares: no part
+of a save takes so long."""
 _APPENDS: Final = 2
 # How long a file must have grown without a rest to count as a log, and how fast at most.
 _LOGS: Final = ((20.0, 64 * 1024), (120.0, 1024 * 1024))
@@ -101,6 +105,8 @@ class TrackedFile:
     is_open: bool | None = None
     closed: bool = False
     rewritten: bool = False
+    # Since when it has been written to without a rest, as long as it was short.
+    _restless_since: float | None = None
     # How often it was at rest and then had more bytes, and how it grows without a rest.
     _appends: int = 0
     _grows_since: float | None = None
@@ -119,6 +125,10 @@ class TrackedFile:
             self.change = FileState.WRITTEN_IN_PLACE
             self._no_log()
         self.rewritten = is_same_file and (self.rewritten or was_at_rest)
+        if not is_same_file or was_at_rest or seen.size_bytes > _STATUS_BYTES:
+            self._restless_since = None
+        elif self._restless_since is None:
+            self._restless_since = at
         if self.change is FileState.GROWING and self._grows_since is None:
             self._grows_since, self._grows_from_bytes = at, self.seen.size_bytes
         self.seen, self.written_at = seen, at
@@ -152,8 +162,9 @@ class TrackedFile:
         return is_whole(self.state(at), self.proof)
 
     def stands_alone(self, at: float) -> bool:
-        """Whether it is whole whatever is written beside it: it is a log or a database."""
-        return self.state(at) is FileState.LOG or self.proof is Proof.ANY_INSTANT
+        """Whether nothing that is written beside it belongs to it: it is a log, a database or a status file."""
+        is_status = self._restless_since is not None and self.written_at - self._restless_since >= _STATUS_SECONDS
+        return self.state(at) is FileState.LOG or self.proof is Proof.ANY_INSTANT or is_status
 
     @property
     def is_settled(self) -> bool:

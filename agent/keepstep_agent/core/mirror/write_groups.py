@@ -19,6 +19,8 @@ from keepstep_agent.core.mirror.file_states import QUIET_SECONDS
 LATE_SECONDS: Final = 10.0
 """A group that has fewer files than the one before it is complete after so long: a program may compute between two
 files, and it may save less than before."""
+_UNDIVIDED_SECONDS: Final = 6.0
+"""A burst that has not lasted so long may be one save, in which a file is rewritten again and again."""
 _SHORTEST_PAUSE_SECONDS: Final = 0.5
 _REPEATED_WRITES: Final = 3
 _NUMBER: Final = re.compile(r"[0-9]+")
@@ -95,7 +97,8 @@ def groups(writes: Sequence[Write]) -> list[WriteGroup]:
     found: list[WriteGroup] = []
     for burst in bursts(writes):
         longest_seconds = max(_pauses(burst), default=0.0)
-        is_divided = longest_seconds >= _SHORTEST_PAUSE_SECONDS
+        lasted_seconds = burst[-1].ended_at - min(write.begun_at for write in burst)
+        is_divided = longest_seconds >= _SHORTEST_PAUSE_SECONDS and lasted_seconds >= _UNDIVIDED_SECONDS
         parts = _joined(_divided(burst, longest_seconds / 2 if is_divided else QUIET_SECONDS))
         for number, part in enumerate(parts):
             begun_at = min(write.begun_at for write in part)
