@@ -3,9 +3,10 @@
     python -m benchmarks.mirror_costs [--quick] [--interval 15]
 
 Real agents beside a program that announces nothing, with the C store, which counts what it receives. First one file is
-rewritten in place again and again. Then checkpoints are added to a directory that has many, one at a time. Last, two
-agents are idle side by side, one of them with a directory of many files. Writes benchmarks/MIRROR.md, unless it is
---quick, and exits 1 if a goal is missed. Takes eight minutes, and 3 GiB below the temporary directory.
+rewritten in place again and again. Then checkpoints are added to a directory that has many, one at a time. Then two
+agents are idle side by side, one of them with a directory of many files. Then a program saves far faster than its store
+takes it. Last, agents are killed, and what they have stored is as old as it is. Writes benchmarks/MIRROR.md, unless it
+is --quick, and exits 1 if a goal is missed. Takes sixteen minutes, and 5 GiB below the temporary directory.
 """
 
 import argparse
@@ -17,8 +18,9 @@ import sys
 import tempfile
 import textwrap
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
@@ -33,11 +35,22 @@ from tests.harness.agent_process import AgentProcess, wait_until, write_checkpoi
 from tests.servers.server import ENVIRONMENT
 
 from keepstep_agent.adapters.output.output_directories import OutputDirectories
+from keepstep_api.names import STATE_DIRECTORY
 
 MIB: Final = 1 << 20
 SENT_GOAL: Final = 1.05
 """Bytes that the store receives for an added checkpoint, of the checkpoint's bytes."""
 IDLE_GOAL_SECONDS_PER_HOUR: Final = 10.0
+STAGED_GOAL: Final = 1.1
+"""Bytes that snapshots hold on the volume besides the newest save, of one save's bytes."""
+AGE_GOAL_SECONDS: Final = 15.0
+"""Age of what comes back after everything was lost, if the store takes it at once."""
+FAST_INTERVAL_SECONDS: Final = 5.0
+SLOW_STORE_SHARE: Final = 0.05
+"""Of the pace at which the fast program saves, so much is what its store takes."""
+_LOOK_SECONDS: Final = 0.2
+_FIRST_KILL_SECONDS: Final = 20.0
+_KILLED_WITHIN_SECONDS: Final = 10.0
 REPORT: Final = Path(__file__).with_name("MIRROR.md")
 FILES_PER_FOLDER: Final = 100
 _SETTLE_SECONDS: Final = 10.0
@@ -59,6 +72,9 @@ class Scenario:
     added: int = 10
     files: int = 20_000
     idle_seconds: float = 180.0
+    fast_bytes: int = 1024 * MIB
+    fast_seconds: float = 120.0
+    kills: int = 10
 
 
 FULL: Final = Scenario()
@@ -71,6 +87,9 @@ QUICK: Final = Scenario(
     added=2,
     files=2000,
     idle_seconds=20.0,
+    fast_bytes=64 * MIB,
+    fast_seconds=75.0,
+    kills=1,
 )
 
 
@@ -243,6 +262,115 @@ def idle_watch(folder: Path, server: Server, scenario: Scenario) -> Idle:
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fast:
+    """A program that saves faster than its store takes it.
+
+    `staged_bytes`: the most that snapshots held on the volume. `is_newest_last`: what was stored last is what the
+    program saved last. `warnings`: how often the agent said that the store is slow.
+    """
+
+    saves: int
+    snapshots: int
+    staged_bytes: int
+    is_newest_last: bool
+    warnings: int
+
+
+def fast_saver(folder: Path, scenario: Scenario) -> Fast:
+    """Each save is written under another name and renamed, so that a snapshot links it."""
+    output, store = folder / "out", folder / "store"
+    output.mkdir(parents=True)
+    agent = AgentProcess(
+        folder / "volume",
+        f"file://{store}",
+        watch=output,
+        warm=False,
+        bandwidth_bytes_per_second=int(scenario.fast_bytes / FAST_INTERVAL_SECONDS * SLOW_STORE_SHARE),
+    )
+    staged = folder / "volume" / STATE_DIRECTORY / "staged"
+    block = os.urandom(MIB)
+    saves, most_bytes = 0, 0
+    with agent:
+        until = time.monotonic() + scenario.fast_seconds
+        while time.monotonic() < until:
+            next_at = time.monotonic() + FAST_INTERVAL_SECONDS
+            saves += 1
+            with (output / "state.tmp").open("wb") as file:
+                for _ in range(scenario.fast_bytes // MIB):
+                    file.write(saves.to_bytes(8) + block[8:])
+            (output / "state.tmp").rename(output / "state.bin")
+            while time.monotonic() < next_at:
+                most_bytes = max(most_bytes, _bytes_below(staged))
+                time.sleep(_LOOK_SECONDS)
+        wait_until(lambda: _newest_stored(store, "state.bin") == saves.to_bytes(8), _LONGEST_SECONDS, "all is stored")
+        return Fast(
+            saves=saves,
+            snapshots=len(agent.log("checkpoint.committed")),
+            staged_bytes=most_bytes,
+            is_newest_last=True,
+            warnings=len(agent.log("snapshot.store_is_slow")),
+        )
+
+
+def age_after_kills(folder: Path, scenario: Scenario, save: Callable[[Path, bytes], object]) -> list[float]:
+    """Kill the agent of a program that saves each second, again and again. Return how old what is stored is, each time.
+
+    The age is that of the newest save that is stored, less the second until its successor was complete.
+    """
+    chance = random.Random(folder.name)
+    ages: list[float] = []
+    for number in range(scenario.kills):
+        output, store = folder / str(number) / "out", folder / str(number) / "store"
+        output.mkdir(parents=True)
+        with AgentProcess(folder / str(number) / "volume", f"file://{store}", watch=output, warm=False) as agent:
+            saved_at: list[float] = []
+            until = time.monotonic() + _FIRST_KILL_SECONDS + chance.uniform(0, _KILLED_WITHIN_SECONDS)
+            while time.monotonic() < until:
+                save(output, len(saved_at).to_bytes(8))
+                saved_at.append(time.monotonic())
+                time.sleep(1.0)
+            agent.kill()
+            killed_at = time.monotonic()
+        newest = _newest_stored(store, "state.bin")
+        superseded_at = saved_at[int.from_bytes(newest) + 1 :] if newest else saved_at
+        ages.append(killed_at - superseded_at[0] if superseded_at else 0.0)
+    return ages
+
+
+def renamed(output: Path, content: bytes) -> None:
+    (output / "state.tmp").write_bytes(content)
+    (output / "state.tmp").rename(output / "state.bin")
+
+
+def rewritten(output: Path, content: bytes) -> None:
+    (output / "state.bin").write_bytes(content)
+
+
+def two_files(output: Path, content: bytes) -> None:
+    rewritten(output, content)
+    (output / "optimizer.bin").write_bytes(content)
+
+
+def _newest_stored(store: Path, name: str) -> bytes:
+    """Return the first bytes of a file that each snapshot sends, in the newest committed one; none if there is none."""
+    markers = sorted((store / STATE_DIRECTORY / "snapshots" / "node-0").glob("*.json"))
+    if not markers:
+        return b""
+    with (store / "node-0" / markers[0].name.split(".")[1] / "out" / name).open("rb") as file:
+        return file.read(8)
+
+
+def _bytes_below(folder: Path) -> int:
+    """Return the bytes of the files that have no name but those below this folder."""
+    found = 0
+    for path in folder.rglob("*"):
+        with suppress(FileNotFoundError):
+            status = path.stat(follow_symlinks=False)
+            found += status.st_size if path.is_file() and status.st_nlink == 1 else 0
+    return found
+
+
 def look_cpu_seconds(output: Path) -> float:
     """The median of five."""
     directories = OutputDirectories(output.parent / "volume", [str(output)])
@@ -272,21 +400,45 @@ def main() -> int:
             _say(f"added: {added}")
             idle = idle_watch(folder, server, scenario)
             _say(f"idle: {idle}")
-    goals = goals_of(added, idle, scenario)
-    text = page(in_place, added, idle, scenario, goals)
+        fast = fast_saver(folder / "fast", scenario)
+        _say(f"fast: {fast}")
+        with ThreadPoolExecutor() as threads:
+            killed = [
+                threads.submit(age_after_kills, folder / save.__name__, scenario, save)
+                for save in (renamed, rewritten, two_files)
+            ]
+            ages = {
+                save.__name__: one.result() for save, one in zip((renamed, rewritten, two_files), killed, strict=True)
+            }
+        _say(f"ages: {ages}")
+    goals = goals_of(added, idle, fast, ages, scenario)
+    text = page(in_place, added, idle, fast, ages, scenario, goals)
     print(text)
     if not arguments.quick:
         REPORT.write_text(text)
     return 0 if all(value <= goal for _, value, goal, _ in goals) else 1
 
 
-def goals_of(added: Sequence[Snapshot], idle: Idle, scenario: Scenario) -> list[tuple[str, float, float, str]]:
+def goals_of(
+    added: Sequence[Snapshot],
+    idle: Idle,
+    fast: Fast,
+    ages: Mapping[str, Sequence[float]],
+    scenario: Scenario,
+) -> list[tuple[str, float, float, str]]:
     """(what, measured, goal, unit)"""
     sent = max(one.used.received_bytes for one in added) / _checkpoint_bytes(scenario)
     per_hour = idle.watch_cpu_seconds * 3600 / idle.seconds
     return [
         ("bytes sent for an added checkpoint, the most", sent, SENT_GOAL, "x its own"),
         (f"idle watch of {scenario.files:,} files", per_hour, IDLE_GOAL_SECONDS_PER_HOUR, "CPU s per hour"),
+        (
+            "held on the volume for a slow store, the most",
+            fast.staged_bytes / scenario.fast_bytes,
+            STAGED_GOAL,
+            "saves",
+        ),
+        ("age of what is stored when all is lost, the most", max(map(max, ages.values())), AGE_GOAL_SECONDS, "s"),
     ]
 
 
@@ -294,6 +446,8 @@ def page(
     in_place: Sequence[Snapshot],
     added: Sequence[Snapshot],
     idle: Idle,
+    fast: Fast,
+    ages: Mapping[str, Sequence[float]],
     scenario: Scenario,
     goals: Sequence[tuple[str, float, float, str]],
 ) -> str:
@@ -328,6 +482,24 @@ def page(
         _idle_row("difference", idle.watch_cpu_seconds, idle),
         "",
         f"One look at {scenario.files:,} files takes {idle.look_cpu_seconds * 1e3:.0f} ms of CPU.",
+        "",
+        *textwrap.wrap(
+            f"A program renames a save of {scenario.fast_bytes / MIB:.0f} MiB each {FAST_INTERVAL_SECONDS:g} s; its "
+            f"store takes {SLOW_STORE_SHARE:.0%} of that. Of {fast.saves} saves {fast.snapshots} were stored, and the "
+            f"last of them last. Snapshots held at most {_mb(fast.staged_bytes)} MB on the volume besides the newest "
+            f"save. The agent said {fast.warnings} times that the store is slow.",
+            118,
+        ),
+        "",
+        *textwrap.wrap(
+            "Small saves each second, and after 20 to 30 seconds the program and its agent are killed. Since when what "
+            "is stored was not the newest any more, in seconds:",
+            118,
+        ),
+        "",
+        "| how it saves | kills | age (s) |",
+        "|---|---|---|",
+        *(f"| {name.replace('_', ' ')} | {len(found)} | {_cell(found, 1)} |" for name, found in ages.items()),
         "",
         "| goal | measured | met |",
         "|---|---|---|",

@@ -26,8 +26,8 @@ class Volume:
             (self.folder / path).write_text(path)
 
     def look_alikes(self, announced: Iterable[str], stored: Iterable[str] = ()) -> set[str]:
-        left_out = self.paths.find([str(self.folder / path) for path in announced])
-        return set(self.paths.look_alikes(left_out, stored))
+        absolute = [str(self.folder / path) for path in announced]
+        return set(self.paths.look_alikes(absolute, self.paths.find(absolute), stored))
 
 
 @pytest.fixture

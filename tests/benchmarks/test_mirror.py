@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from benchmarks.beside_sync import Scenario, compare
-from benchmarks.mirror_costs import QUICK, added_one_at_a_time, idle_watch, rewritten_in_place, store
+from benchmarks.mirror_costs import QUICK, added_one_at_a_time, fast_saver, idle_watch, rewritten_in_place, store
 from benchmarks.mirror_overhead import WAYS, one_turn
 from benchmarks.saving_program import SIZES, TornError, content_of, load
 from benchmarks.sync_contestants import loops
@@ -94,3 +94,13 @@ def test_the_check_finds_every_cut_and_every_mix(tmp_path: Path) -> None:
         with pytest.raises(TornError):
             load(tmp_path)
         (tmp_path / name).write_bytes(whole)
+
+
+def test_a_program_that_saves_faster_than_its_store_takes_it_holds_one_save_on_the_volume(
+    short_directory: Path,
+) -> None:
+    fast = fast_saver(short_directory / "fast", QUICK)
+    assert fast.is_newest_last
+    assert fast.staged_bytes <= QUICK.fast_bytes
+    assert fast.snapshots < fast.saves
+    assert fast.warnings

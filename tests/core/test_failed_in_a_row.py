@@ -22,24 +22,26 @@ def lives(*noted: NotedLife) -> list[AgentLife]:
 
 
 def test_starts_that_failed_early_count_from_the_last_one_back() -> None:
-    found = failed_in_a_row(lives(life(2), life(1, early=False), life(4), life(3)), 0, ())
-    assert found == (3, frozenset({"old"}), True)
+    assert failed_in_a_row(lives(life(2), life(1, early=False), life(4), life(3)), 0) == (3, "old", True)
 
 
-def test_a_snapshot_of_a_failed_start_is_one_of_the_row() -> None:
-    found = failed_in_a_row(lives(life(1, saved="yes"), life(2, "save-1"), life(3, "save-1")), 0, ())
-    assert found == (3, frozenset({"old", "save-1"}), False)
+@pytest.mark.parametrize(
+    "between", [life(2, early=False), life(2, ended=False), life(2, "other"), life(2, ""), life(2, saved="new")]
+)
+def test_any_other_start_ends_the_row(between: NotedLife) -> None:
+    assert failed_in_a_row(lives(life(1), between, life(3)), 0) == (1, "old", True)
 
 
-@pytest.mark.parametrize("between", [life(2, early=False), life(2, ended=False)])
-def test_a_start_that_ended_otherwise_or_never_ends_the_row(between: NotedLife) -> None:
-    assert failed_in_a_row(lives(life(1), between, life(3)), 0, ()) == (1, frozenset({"old"}), True)
+def test_a_start_without_a_save_is_no_row() -> None:
+    assert failed_in_a_row(lives(life(1), life(2), life(3, "")), 0) == (0, "", True)
 
 
-def test_starts_with_what_was_passed_over_do_not_count_for_the_next_one() -> None:
-    row = lives(life(1, "new"), life(2, "new"), life(3, "new"), life(4, "old"))
-    assert failed_in_a_row(row, 0, {"new"}) == (1, frozenset({"old"}), True)
+def test_more_may_be_known_of_older_starts() -> None:
+    cut = life(1)
+    del cut.entries[0]
+    assert failed_in_a_row(lives(life(2), cut), 0) == (1, "old", False)
+    assert failed_in_a_row(lives(life(2)), 0) == (1, "old", False)
 
 
 def test_other_nodes_do_not_count() -> None:
-    assert failed_in_a_row(lives(life(1), life(2)), 1, ()) == (0, frozenset(), False)
+    assert failed_in_a_row(lives(life(1), life(2)), 1) == (0, "", False)

@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 
+import pytest
+
 from keepstep_agent.core.mirror.base import HeldFile, MirrorBase, decode_base, encode_base
 from keepstep_agent.core.mirror.output_history import Decision
 from keepstep_agent.core.mirror.output_scan import OutputScan
@@ -149,6 +151,21 @@ def test_what_may_be_kept_instead_is_the_last_version_of_what_is_sent_and_of_wha
     base = base_of(held("out/a", seen(5)), held("out/gone", seen(5, inode=2)), held("out/same", seen(5, inode=3)))
     found = plan({"out/a": seen(6, inode=4), "out/same": seen(5, inode=3)}, base)
     assert [entry.path for entry in found.content.instead] == ["out/a", "out/gone"]
+
+
+@pytest.mark.parametrize("suffix", ["-journal", "-wal"])
+def test_the_journal_of_an_older_version_of_a_database_is_never_kept_beside_a_newer_one(suffix: str) -> None:
+    """SQLite would roll the newer one back with it."""
+    journal = f"out/study.db{suffix}"
+    base = base_of(held("out/study.db", seen(1)), held(journal, seen(2)), held("out/model", seen(3)))
+    files = {"out/study.db": seen(4), "out/other": seen(5)}
+    left_out = Decision(left_out={"out/other": "it was being written to"}, deleted=frozenset({journal, "out/model"}))
+    planned = plan(files, base, decision=left_out)
+    assert sorted(sent(planned)) == ["out/study.db"]
+    assert sorted(kept(planned)) == ["out/model"]
+    # With the version that it belongs to, it is.
+    planned = plan({"out/study.db": seen(1), "out/other": seen(5)}, base, decision=left_out)
+    assert sorted(kept(planned)) == ["out/model", "out/study.db", journal]
 
 
 def test_a_group_is_sent_as_a_whole_or_not_at_all() -> None:

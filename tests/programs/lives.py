@@ -101,6 +101,7 @@ class Lives:
                 self._wait_snapshot(run)
             _MOMENTS[moment](run, self.output, random.Random(f"{self.program} {self.seed} {len(self.resumed)}"))
             said = [int(line[1]) for line in _said(run, "saved")]
+            started = _forked(run.process.pid)
             match ending:
                 case Ending.PROGRAM:
                     _kill(run, launched=len(self.command) > 1)
@@ -109,6 +110,10 @@ class Lives:
                 case Ending.TOLD:
                     run.signal(signal.SIGTERM)
             self._note_end(run, f"{moment}, {ending}", ending)
+            # Ranks may outlive whom the signal was for, and its grace period.
+            for pid in started:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
             if ending is Ending.TOLD and run.process.returncode == JUST_IN_TIME:
                 # All that was whole is stored.
                 self.stored = max([self.stored, *said])

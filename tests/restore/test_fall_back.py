@@ -1,6 +1,9 @@
 """A snapshot with which starts fail again and again is passed over: the one before is restored, and nothing is lost."""
 
+import errno
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.core.noted_lives import NotedLife
@@ -11,8 +14,10 @@ from tests.restore.stored_checkpoints import truncate
 from tests.restore.stored_snapshots import StoredSnapshot, store_snapshot
 
 from keepstep_agent.adapters.output.mirror_state import write_announced
-from keepstep_agent.catalog.damage import clear_damage, damaged_saves, read_damage
-from keepstep_agent.core.errors import ErrorKind
+from keepstep_agent.adapters.volume.shared_volume import Folder
+from keepstep_agent.catalog.damage import clear_damage, damaged_saves, passed_over, read_damage
+from keepstep_agent.catalog.markers import list_snapshots
+from keepstep_agent.core.errors import ErrorKind, VolumeError
 from keepstep_agent.core.stored.ledger import AgentEnded, Resumed, encode_life
 from keepstep_agent.core.stored.object_layout import file_key, ledger_key
 
@@ -116,25 +121,16 @@ async def test_on_the_same_volume_the_older_one_takes_the_place_of_what_is_store
 ) -> None:
     await job.restores(volume)
     out = volume / "out"
-    # Written by the failing starts, and by nobody else; and an announced checkpoint.
-    (out / "log").write_bytes(b"lll and more")
-    (out / "ckpt-4").mkdir()
-    (out / "ckpt-4" / "w").write_bytes(b"half")
+    # Another log, and an announced checkpoint.
+    (out / "train.log").write_bytes(b"begun")
     (out / "announced-9").mkdir()
     (out / "announced-9" / "w").write_bytes(b"w9")
     write_announced(volume, volume / "state", frozenset({"out/announced-9"}))
     await job.fails("node-0-3", 3)
-    found = await restored(job.store, volume, fall_back_after=3)
-    expected = {
-        "ckpt-2/w": b"w2",
-        "log": b"ll",
-        "log.before-restore": b"lll and more",
-        "ckpt-4.before-restore/w": b"half",
-        "announced-9/w": b"w9",
-    }
+    assert await job.restores(volume) == 2
+    expected = {"ckpt-2/w": b"w2", "log": b"ll", "train.log": b"begun", "announced-9/w": b"w9"}
     assert content(out) == expected
-    assert found.snapshots[0].number == 2
-    assert [warning for warning in found.warnings if "ckpt-4.before-restore" in warning]
+    assert not (out / "ckpt-3").exists()
     base = base_of(volume)
     assert base.snapshot is not None
     assert base.snapshot.save == "node-0-2"
@@ -145,9 +141,102 @@ async def test_on_the_same_volume_the_older_one_takes_the_place_of_what_is_store
     assert content(out)["ckpt-3/w"] == b"w3"
 
 
-async def test_an_interrupted_fall_back_is_done_again(job: Run, volume: Path) -> None:
+async def test_a_log_that_the_older_one_has_too_is_kept_under_another_name(store: FakeStore, volume: Path) -> None:
+    job = Run(store)
+    for number in (1, 2):
+        await store_snapshot(store, number, {f"out/ckpt-{number}": b"w", "out/train.log": b"l" * number})
+    await job.restores(volume)
+    (volume / "out" / "train.log").write_bytes(b"all of it")
+    await job.fails("node-0-2", 3)
+    assert await job.restores(volume) == 1
+    assert content(volume / "out") == {"ckpt-1": b"w", "train.log": b"l", "train.log.before-restore": b"all of it"}
+
+
+@pytest.mark.parametrize("stray", ["ckpt-4/w", "ckpt-3/w", "link"])
+async def test_on_the_same_volume_nothing_is_replaced_if_no_snapshot_has_all_that_is_there(
+    stray: str, job: Run, volume: Path
+) -> None:
+    await job.restores(volume)
+    (volume / "out" / stray).parent.mkdir(exist_ok=True)
+    if stray == "link":
+        (volume / "out" / stray).symlink_to("/usr")
+    else:
+        (volume / "out" / stray).write_bytes(b"half")
+    before = sorted((volume / "out").rglob("*"))
+    await job.fails("node-0-3", 3)
+    found = await restored(job.store, volume, fall_back_after=3)
+    assert sorted((volume / "out").rglob("*")) == before
+    assert found.left == (volume / "out",)
+    (warning,) = found.warnings
+    assert f"no snapshot has {volume}/out/{stray}: " not in warning
+    assert f"no snapshot has {volume}/out/{stray};" in warning
+
+
+async def test_what_is_in_the_way_of_the_older_one_leaves_all_as_it_is(store: FakeStore, volume: Path) -> None:
+    job = Run(store)
+    await store_snapshot(store, 1, {"out/last/w": b"1"})
+    await store_snapshot(store, 2, {"out/last": b"2"})
+    await job.restores(volume)
+    await job.fails("node-0-2", 3)
+    found = await restored(job.store, volume, fall_back_after=3)
+    assert content(volume / "out") == {"last": b"2"}
+    assert [warning for warning in found.warnings if "the one before it is not restored" in warning]
+
+
+async def test_a_directory_that_the_snapshot_does_not_have_is_left_alone(job: Run, volume: Path) -> None:
+    await job.restores(volume)
+    (volume / "mine").mkdir()
+    (volume / "mine" / "thesis.tex").write_bytes(b"t")
+    await job.fails("node-0-3", 3)
+    found = await restored(job.store, volume, [volume / "out", volume / "mine"], fall_back_after=3)
+    assert found.snapshots[0].number == 2
+    assert content(volume / "mine") == {"thesis.tex": b"t"}
+
+
+@pytest.mark.parametrize("after", [0, 3])
+@pytest.mark.parametrize("change", range(1, 9))
+async def test_interrupted_at_any_change_the_next_restore_completes_it(
+    change: int, after: int, job: Run, volume: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     await job.restores(volume)
     await job.fails("node-0-3", 3)
-    job.store.fail("put", ErrorKind.UNREACHABLE)
-    assert await job.restores(volume) == 2
-    assert content(volume / "out") == {"ckpt-2/w": b"w2", "log": b"ll"}
+    changes = 0
+    for name in ("rename", "unlink", "remove_if_empty"):
+        original = getattr(Folder, name)
+
+        def counted(folder: Folder, *arguments: Any, original: Any = original, **options: Any) -> Any:
+            nonlocal changes
+            changes += 1
+            if changes == change:
+                raise OSError(errno.EIO, "the machine is gone")
+            return original(folder, *arguments, **options)
+
+        monkeypatch.setattr(Folder, name, counted)
+    with suppress(VolumeError):
+        await job.restores(volume)
+    monkeypatch.undo()
+    if await job.restores(volume, after=after) == 2:
+        assert content(volume / "out") == {"ckpt-2/w": b"w2", "log": b"ll"}
+        assert {path.name for path in (volume / "out").iterdir()} == {"ckpt-2", "log"}
+    else:
+        # What was in place of the older one already may lie beside it.
+        assert after == 0
+        assert content(volume / "out").items() >= {"ckpt-3/w": b"w3", "log": b"lll"}.items()
+
+
+async def test_other_nodes_take_none_that_its_own_node_passes_over(job: Run, tmp_path: Path) -> None:
+    await job.fails("node-0-3", 3)
+    await job.restores(tmp_path / "a")
+    found = await restored(job.store, tmp_path / "b", node_rank=1, fall_back_after=3)
+    assert [one.number for one in found.snapshots] == [2]
+
+
+@pytest.mark.parametrize("kind", [ErrorKind.ACCESS_DENIED, ErrorKind.UNREACHABLE])
+async def test_a_store_that_does_not_tell_passes_nothing_over(kind: ErrorKind, job: Run) -> None:
+    await job.fails("node-0-3", 3)
+    snapshots = await list_snapshots(job.store)
+    for method in ("list", "get"):
+        job.store.fail(method, kind, times=3)
+        assert await passed_over(job.store, snapshots, "node-0", node_rank=0, after=3) == {}
+        job.store._failures.clear()
+    assert list(await passed_over(job.store, snapshots, "node-0", node_rank=0, after=3)) == ["node-0-3"]

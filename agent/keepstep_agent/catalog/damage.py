@@ -5,7 +5,8 @@ reader without write access does without it, and a wrong note only keeps more. W
 nothing else is left: then the program is at fault, or all is lost anyway.
 """
 
-from collections.abc import Iterable, Mapping
+import asyncio
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 import structlog
@@ -22,6 +23,7 @@ from keepstep_agent.ports import StoreReader, StoreWriter
 _NOTE_BYTES: Final = 64 * 1024
 _READ_AT_ONCE: Final = 8
 _MOST_OBJECTS: Final = 128
+_LEDGER_SECONDS: Final = 30.0
 _HINT: Final = "it stays, and --fall-back-after 0 takes it again"
 
 _log: structlog.typing.FilteringBoundLogger = structlog.get_logger()
@@ -67,35 +69,46 @@ async def read_damage(store: StoreReader, save: str) -> str:
 
 
 async def passed_over(
-    store: StoreWriter, snapshots: Iterable[CommittedSave], *, node_rank: int, after: int
+    store: StoreWriter, snapshots: Mapping[str, Sequence[CommittedSave]], own: str, *, node_rank: int, after: int
 ) -> Mapping[str, str]:
-    """Return why snapshots of this node are passed over, by save; empty if all of them would be.
+    """Return why snapshots are passed over, by save; none of a series of which all would be.
 
-    After `after` starts in a row that failed early; 0: none is.
+    Those that have a note, and that of the series `own` with which the last `after` starts of its node failed early. A
+    store that does not tell is no reason to restore nothing: then none is.
     """
-    saves = {one.save for one in snapshots}
-    if not after or not saves:
+    if not after or not snapshots:
         return {}
-    noted = frozenset([save for save, is_passed_over in await _notes(store, "") if is_passed_over])
-    count, had = await _failed_in_a_row(store, node_rank, noted)
-    reasons = dict.fromkeys(noted & saves, f"programs that resumed from it have failed within a minute; {_HINT}")
-    failed = f"{count} starts in a row that resumed from it have failed within a minute; {_HINT}"
-    new = dict.fromkeys(had & saves if count >= after else (), failed)
-    if saves <= reasons.keys() | new.keys():
-        if new or reasons:
-            _log.warning("restore.nothing_older", starts=count, hint="see why the program fails: no snapshot is older")
+    try:
+        async with asyncio.timeout(_LEDGER_SECONDS):
+            noted = frozenset([save for save, is_passed_over in await _notes(store, "") if is_passed_over])
+            count, save = await _failed_in_a_row(store, node_rank)
+    except (StoreError, TimeoutError) as error:
+        _log.warning("restore.passes_nothing_over", error=str(error) or "the store did not answer in time")
         return {}
-    for save, reason in new.items():
+    reasons = dict.fromkeys(noted, f"programs that resumed from it have failed within a minute; {_HINT}")
+    is_new = count >= after and save not in noted and save in {one.save for one in snapshots.get(own, ())}
+    if is_new:
+        reasons[save] = f"{count} starts in a row that resumed from it have failed within a minute; {_HINT}"
+    skipped: dict[str, str] = {}
+    for series, found in snapshots.items():
+        saves = [one.save for one in found]
+        if reasons.keys().isdisjoint(saves):
+            continue
+        if reasons.keys() >= set(saves):
+            _log.warning("restore.nothing_older", series=series, hint="see why the program fails: no snapshot is older")
+        else:
+            skipped |= {save: reasons[save] for save in saves if save in reasons}
+    if is_new and save in skipped:
         _log.warning("restore.passed_over", save=save, starts=count)
-        await note_passed_over(store, save, reason)
-    return reasons | new
+        await note_passed_over(store, save, reasons[save])
+    return skipped
 
 
-async def _failed_in_a_row(store: StoreReader, node_rank: int, noted: frozenset[str]) -> tuple[int, frozenset[str]]:
+async def _failed_in_a_row(store: StoreReader, node_rank: int) -> tuple[int, str]:
     """Read the ledger's objects, newest first, until a start that did not fail early is found."""
     keys, _ = await newest_objects(store, "", most_bytes=LEDGER_OBJECTS_BYTES)
     lives: list[AgentLife] = []
-    count, had = 0, frozenset[str]()
+    count, save = 0, ""
 
     async def read(key: str) -> None:
         try:
@@ -106,10 +119,10 @@ async def _failed_in_a_row(store: StoreReader, node_rank: int, noted: frozenset[
 
     for number in range(0, min(len(keys), _MOST_OBJECTS), _READ_AT_ONCE):
         await for_each(keys[number : number + _READ_AT_ONCE], read, at_once=_READ_AT_ONCE)
-        count, had, is_over = failed_in_a_row(joined_lives(lives), node_rank, noted)
-        if is_over:
+        count, save, is_all = failed_in_a_row(joined_lives(lives), node_rank)
+        if is_all:
             break
-    return count, had
+    return count, save
 
 
 async def _note(store: StoreWriter, key: str, reason: str) -> None:

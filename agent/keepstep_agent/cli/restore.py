@@ -137,8 +137,11 @@ def _as_json(snapshots: RestoredSnapshots | None) -> dict[str, object] | None:
 
 
 async def _restore_nothing(settings: Settings, lease: str | None) -> None:
+    began_at = time.time()
     if lease:
         await _take_lease(settings, lease)
+    record = StartRecord(began_at=began_at, restored_at=time.time(), resumed=Resumed.UNKNOWN)
+    await asyncio.to_thread(write_start_record, record, Path(settings.volume), Path(settings.state_directory))
     await asyncio.to_thread(_void_notices, settings)
 
 

@@ -31,8 +31,9 @@ from keepstep_agent.adapters.volume.shared_folders import (
 )
 from keepstep_agent.adapters.volume.shared_volume import Folder, fingerprint, open_volume
 from keepstep_agent.core.errors import ErrorKind, VolumeError
+from keepstep_agent.core.mirror.base import MirrorBase
 from keepstep_agent.core.mirror.file_states import Proof
-from keepstep_agent.core.mirror.output_scan import folder_of, folders_above
+from keepstep_agent.core.mirror.output_scan import folder_of, folders_above, is_log
 from keepstep_agent.core.model import FileEntry, Fingerprint
 from keepstep_agent.restore.placing import place_file, place_link, set_read_time, set_time
 from keepstep_agent.restore.strange_files import move_aside, remove_recorded
@@ -163,42 +164,35 @@ class OutputFiles:
                     with suppress(OSError):
                         set_read_time(folder, name)
 
-    def clear(self, kept: Collection[str], stored: Mapping[str, Fingerprint], left_out: Collection[str]) -> list[Path]:
-        """Free the output directories of what an older snapshot does not have, and of what it has otherwise.
-
-        What is as in `stored` is deleted, because the snapshot that it is of stays; all else gets another name. `kept`
-        are the older snapshot's paths. Returns what has got another name.
-        """
+    def strays(self, base: MirrorBase, left_out: Collection[str]) -> list[Path]:
+        """Return what lies in the directories of a base's snapshot, and is neither its nor a log."""
         scan = self._output.scan(left_out, {})
-        is_stored = {
-            path: path in scan.links or scan.files[path] == stored.get(path) for path in [*scan.files, *scan.links]
-        }
-        own = [
-            f"{label}/{folder.relative_to(directory)}/"
-            for label, directory in self._output.directories.items()
-            for folder in (self._volume, self._state_directory)
-            if folder.is_relative_to(directory)
-        ]
-        stay = {folder for path in (*kept, *left_out, *own) for folder in folders_above(path)}
-        strays: dict[str, list[str]] = {}
-        for path in is_stored:
-            if path not in kept or not is_stored[path]:
-                # The highest folder that nothing else needs, or the file.
-                *folders, _ = folders_above(path)
-                root = next((folder for folder in reversed(folders) if folder not in stay), path)
-                strays.setdefault(root, []).append(path)
-        moved: list[Path] = []
-        for root, paths in strays.items():
-            above, name = folder_of(root), _name_of(root)
-            try:
-                with self._folder(above) as folder:
-                    if all(map(is_stored.__getitem__, paths)):
-                        remove_recorded(folder, name, [path[len(root) + 1 :] for path in paths])
-                    else:
-                        moved.append(self.place(f"{above}/{move_aside(folder, name)}"))
-            except OSError as error:
-                raise volume_error(error, f"clearing {self.place(root)}") from error
-        return moved
+        known = {path: held.fingerprint for path, held in base.files.items()} | dict(base.others)
+        labels = {path.partition("/")[0] for path in (*base.files, *base.links)}
+        files = [path for path, seen in scan.files.items() if known.get(path) != seen and not is_log(path)]
+        links = [path for path, target in scan.links.items() if base.links.get(path) != target]
+        return [self.place(path) for path in (*files, *links) if path.partition("/")[0] in labels]
+
+    def clear(self, base: MirrorBase, kept: Collection[str]) -> None:
+        """Remove what a base's snapshot has and `kept` does not; give a log that is longer by now another name."""
+        looks = self.look([*base.files, *base.links])
+        removed: dict[str, list[str]] = {}
+        try:
+            for path, look in looks.items():
+                held = base.files.get(path)
+                is_stored = held is None or look.seen == held.fingerprint
+                if path not in kept and (is_stored or look.kind is EntryKind.NOTHING):
+                    label, _, below = path.partition("/")
+                    name, _, rest = below.partition("/")
+                    removed.setdefault(f"{label}/{name}", []).append(rest)
+                elif path in kept and not is_stored and look.kind is EntryKind.FILE:
+                    with self._folder(folder_of(path)) as folder:
+                        move_aside(folder, _name_of(path))
+            for top, paths in removed.items():
+                with self._folder(folder_of(top)) as folder:
+                    remove_recorded(folder, _name_of(top), paths)
+        except OSError as error:
+            raise volume_error(error, "making room for an older snapshot") from error
 
     def put(self, files: Sequence[Placed]) -> dict[str, Fingerprint]:
         """Put files in place, the oldest first, then links. Return what the files look like now."""

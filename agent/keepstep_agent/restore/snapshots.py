@@ -27,7 +27,7 @@ from keepstep_agent.adapters.volume.errors import volume_error
 from keepstep_agent.catalog.damage import clear_damage, passed_over
 from keepstep_agent.catalog.markers import list_snapshots
 from keepstep_agent.catalog.reading import CommittedCheckpoint
-from keepstep_agent.core.errors import ErrorKind, StoreError
+from keepstep_agent.core.errors import ErrorKind, StoreError, VolumeError
 from keepstep_agent.core.mirror.base import MirrorBase, series_of
 from keepstep_agent.core.model import Fingerprint
 from keepstep_agent.core.policies.restore_choice import CommittedSave
@@ -134,24 +134,18 @@ async def restore_snapshots(
         )
         base = await restoring.on_disk(partial(read_base, volume, state_directory))
         own = series_of(node_rank)
-        skipped = await passed_over(store, committed.get(own, ()), node_rank=node_rank, after=fall_back_after)
-        newest = next((one for one in committed.get(own, ()) if one.save not in skipped), None)
-        falls_back = (
-            base.snapshot is not None
-            and base.snapshot.save in skipped
-            and newest is not None
-            and newest.step < base.snapshot.number
-        )
-        if falls_back:
-            # What is here is of a snapshot that is passed over: any other is to replace it.
-            base = replace(base, snapshot=None)
+        skipped = await passed_over(store, committed, own, node_rank=node_rank, after=fall_back_after)
         try:
-            await restoring.gather(committed, own, base, skipped)
-            if falls_back:
+            if _falls_back(base, committed.get(own, ()), skipped):
                 output = OutputDirectories(volume, directories)
                 announced = AnnouncedPaths(volume, checkpoint_directory, state_directory, output)
-                left_out = await restoring.on_disk(partial(announced.find, ()))
-                await restoring.on_disk(partial(restoring.clear, base, left_out))
+                base = await restoring.fall_back(committed, own, base, skipped, announced)
+            else:
+                await restoring.gather(committed, own, base, skipped)
+            if base.files and base.snapshot is None:
+                # From here on, until it is done, any snapshot is to replace what is here.
+                await restoring.on_disk(partial(_write_base, volume, state_directory, base))
+                await restoring.on_disk(partial(restoring.clear, base))
             following = await restoring.on_disk(partial(restoring.put, base))
             if following is not None:
                 await restoring.on_disk(partial(_write_base, volume, state_directory, following))
@@ -191,7 +185,7 @@ class _SnapshotRestore:
     ) -> None:
         """Download what is needed of the newest snapshot of each series, the own one first.
 
-        `skipped`: snapshots of this node that are taken only if no other can be, and why.
+        `skipped`: snapshots that are taken only if no other of their series can be, and why.
         """
         await self.on_disk(self._output.prepare)
         if own in committed:
@@ -220,20 +214,47 @@ class _SnapshotRestore:
                 paths[:] = [entry.path for entry in entries_of(checkpoint)]
                 return gathered
 
-            await self._gather_series(saves, take_other, must=not (base.snapshot or base.others))
+            must = not (base.snapshot or base.others)
+            await self._gather_series(saves, take_other, must=must, skipped=skipped)
             taken.add(paths)
 
-    def clear(self, base: MirrorBase, left_out: Collection[str]) -> None:
-        """Free the directories of what this node's snapshot does not have, which is older than what is here."""
-        if self._own is None:
-            return
-        stored = {path: held.fingerprint for path, held in base.files.items()}
-        kept = {*base.others, *(entry.path for entry in entries_of(self._own))}
-        if moved := self._output.clear(kept, {**stored, **base.others}, left_out):
-            self._warnings.append(
-                f"no snapshot has what lies in {_some([str(path) for path in moved])} now: it was written after the "
-                "one that was passed over; remove what you do not need"
-            )
+    async def fall_back(
+        self,
+        committed: dict[str, tuple[CommittedSave, ...]],
+        own: str,
+        base: MirrorBase,
+        skipped: Mapping[str, str],
+        announced: AnnouncedPaths,
+    ) -> MirrorBase:
+        """Gather a snapshot that is older than the one that is here, if it can take the place of all that is there.
+
+        Return the base of directories in which that may be done. It is the same base, with a warning, if anything is
+        there that no snapshot has, or is in the way.
+        """
+        left_out = await self.on_disk(partial(announced.find, ()))
+        strays = await self.on_disk(partial(self._output.strays, base, left_out))
+        reason = f"no snapshot has {_some([str(path) for path in strays])}" if strays else ""
+        if not reason:
+            replaceable = replace(base, snapshot=None)
+            try:
+                await self.gather(committed, own, replaceable, skipped)
+            except VolumeError as error:
+                reason = str(error)
+                self._own, self._gathered = None, []
+            else:
+                return replaceable
+        self._warnings.append(
+            f"programs have failed with the newest snapshot, but the one before it is not restored: {reason}; to have "
+            "it restored, move away what is there"
+        )
+        saves = {one.save for one in committed[own]}
+        await self.gather(committed, own, base, {save: why for save, why in skipped.items() if save not in saves})
+        return base
+
+    def clear(self, base: MirrorBase) -> None:
+        """Remove what the snapshot does not have that is about to take the place of the base's."""
+        if self._own is not None:
+            self._output.clear(base, {*base.others, *(entry.path for entry in entries_of(self._own))})
 
     def put(self, base: MirrorBase) -> MirrorBase | None:
         """Put everything in place that was gathered. Return the base that follows; None if nothing has changed."""
@@ -247,7 +268,8 @@ class _SnapshotRestore:
                 for entry in entries
             ]
         )
-        self._output.mark_unread(path for path in base.files if label_of(path) in self._output.directories)
+        here = {*base.files, *(entry.path for entry in (entries_of(self._own) if self._own else ()))}
+        self._output.mark_unread(path for path in here if label_of(path) in self._output.directories)
         self._warn()
         if not any(one.selection.chosen for one in self._gathered):
             return None
@@ -287,11 +309,11 @@ class _SnapshotRestore:
             return (await list_snapshots(self._store)).get(series, ())
 
         candidates = Candidates(self._store, relist)
-        candidates.failures |= skipped
+        candidates.failures |= {one.save: skipped[one.save] for one in committed if one.save in skipped}
         try:
             gathered = await candidates.first(committed, take)
         except StoreError as error:
-            if skipped and error.kind is ErrorKind.CHECKPOINT_CORRUPT:
+            if candidates.failures.keys() & skipped.keys() and error.kind is ErrorKind.CHECKPOINT_CORRUPT:
                 await self._gather_series(committed, take, must=must)
                 return
             if must or error.kind is not ErrorKind.CHECKPOINT_CORRUPT:
@@ -374,6 +396,14 @@ class _SnapshotRestore:
             self._warnings.append(
                 f"{_some(broken)} was not complete, as its format shows: it is replaced by what the snapshot has"
             )
+
+
+def _falls_back(base: MirrorBase, saves: Sequence[CommittedSave], skipped: Mapping[str, str]) -> bool:
+    """Whether what is here is of a snapshot that is passed over, and there is no newer one that is not."""
+    if base.snapshot is None or base.snapshot.save not in skipped:
+        return False
+    newest = next((one.step for one in saves if one.save not in skipped), None)
+    return newest is not None and newest < base.snapshot.number
 
 
 def _some(names: Collection[str]) -> str:

@@ -208,18 +208,20 @@ class RequestSaveResponse(_message.Message):
     def __init__(self, ranks: _Optional[int] = ...) -> None: ...
 
 class NotifyTerminationRequest(_message.Message):
-    __slots__ = ("grace_seconds", "source", "trainers_gone", "trainers_failed_at", "survivors_ended_well")
+    __slots__ = ("grace_seconds", "source", "trainers_gone", "trainers_failed_at", "survivors_ended_well", "trainers_failed_early")
     GRACE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     SOURCE_FIELD_NUMBER: _ClassVar[int]
     TRAINERS_GONE_FIELD_NUMBER: _ClassVar[int]
     TRAINERS_FAILED_AT_FIELD_NUMBER: _ClassVar[int]
     SURVIVORS_ENDED_WELL_FIELD_NUMBER: _ClassVar[int]
+    TRAINERS_FAILED_EARLY_FIELD_NUMBER: _ClassVar[int]
     grace_seconds: float
     source: str
     trainers_gone: bool
     trainers_failed_at: float
     survivors_ended_well: bool
-    def __init__(self, grace_seconds: _Optional[float] = ..., source: _Optional[str] = ..., trainers_gone: bool = ..., trainers_failed_at: _Optional[float] = ..., survivors_ended_well: bool = ...) -> None: ...
+    trainers_failed_early: bool
+    def __init__(self, grace_seconds: _Optional[float] = ..., source: _Optional[str] = ..., trainers_gone: bool = ..., trainers_failed_at: _Optional[float] = ..., survivors_ended_well: bool = ..., trainers_failed_early: bool = ...) -> None: ...
 
 class NotifyTerminationResponse(_message.Message):
     __slots__ = ("deadline",)

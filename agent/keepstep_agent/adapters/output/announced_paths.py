@@ -5,7 +5,7 @@ what a client that died has left there may be half a checkpoint.
 """
 
 import os
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -48,17 +48,18 @@ class AnnouncedPaths:
                 log.warning("mirror.announced_not_kept", error=str(error))
         return self._known
 
-    def look_alikes(self, announced: Collection[str], stored: Iterable[str]) -> frozenset[str]:
+    def look_alikes(self, announced: Iterable[str], left_out: frozenset[str], stored: Iterable[str]) -> frozenset[str]:
         """Return what lies beside announced paths, is called like one but for its numbers, and was never announced.
 
         Nobody can tell whether it is whole: its program may have died between two of its announcements. None where
         Keepstep's client runs, which keeps apart what is not complete; and nothing of which `stored` has a file: it was
-        there before anything like it was announced.
+        there before anything like it was announced. `announced`: as for `find`, which has returned `left_out`.
         """
-        if not announced or self._locks.have_been_held():
+        paths = list(self._in_snapshots(announced))
+        if not paths or self._locks.have_been_held():
             return frozenset()
         kinds: dict[str, set[str]] = {}
-        for path in announced:
+        for path in paths:
             kinds.setdefault(folder_of(path), set()).add(kind_of(path))
         found: set[str] = set()
         for above in kinds.keys() - {""}:
@@ -66,7 +67,7 @@ class AnnouncedPaths:
                 names = [f"{above}/{entry.name}" for entry in folder.entries()]
                 found.update(path for path in names if kind_of(path) in kinds[above])
         if found:
-            found.difference_update(*((path, *folders_above(path)) for path in (*announced, *stored)))
+            found.difference_update(*((path, *folders_above(path)) for path in (*left_out, *stored)))
         return frozenset(found)
 
     def _in_snapshots(self, paths: Iterable[str]) -> Iterator[str]:

@@ -100,27 +100,31 @@ class OutputDirectories:
                 return os.path.relpath(place, Path(directory, below).parent)
         return target
 
-    def unread(self, restored: Mapping[str, Fingerprint]) -> bool:
-        """Whether all these files are as restore brought them, and none was read since.
+    def unread(self, restored: Mapping[str, Fingerprint]) -> bool | None:
+        """Whether all these files are as restore brought them, and none was read since; False if one was read.
 
-        Restore gave each one time for reads and writes; so does a program that replaces it with a new file. False where
-        the filesystem does not keep the time of reads, or where nobody knows, as it is another one than the volume's.
+        Restore gave each one time for reads and writes; so does a program that replaces it with a new file. None where
+        nobody knows: the filesystem does not keep the time of reads, or is another one than the volume's, or a file has
+        been deleted or changed, perhaps after it was read.
         """
         if not restored or not self._keeps_times_of_reads():
-            return False
+            return None
         with open_volume(self._volume) as root:
             device = os.fstat(root.descriptor).st_dev
+        is_as_brought = True
         for path, brought in restored.items():
             above, _, name = path.rpartition("/")
             try:
                 with self.folder(above) as folder:
                     status = folder.status(name)
             except OSError:
-                # It has been deleted, perhaps after it was read.
+                is_as_brought = False
+                continue
+            if status.st_dev != device or fingerprint(status) != brought:
+                is_as_brought = False
+            elif status.st_atime_ns != status.st_mtime_ns:
                 return False
-            if status.st_dev != device or fingerprint(status) != brought or status.st_atime_ns != status.st_mtime_ns:
-                return False
-        return True
+        return True if is_as_brought else None
 
     def _keeps_times_of_reads(self) -> bool:
         try:
@@ -173,7 +177,7 @@ def _scan(
         here = prefix + below
         if _is_keepsteps_own(below) or (skipped and here.startswith(skipped)):
             continue
-        if below and not entries:
+        if below and not entries and len(changed) < _MOST_CHANGED:
             changed[here.rstrip("/")] = _EMPTY
         for entry in entries:
             path = here + entry.name

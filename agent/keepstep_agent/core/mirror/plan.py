@@ -12,7 +12,7 @@ from typing import Final
 
 from keepstep_agent.core.errors import RequestError, printable
 from keepstep_agent.core.mirror.base import HeldFile, MirrorBase
-from keepstep_agent.core.mirror.output_history import Decision
+from keepstep_agent.core.mirror.output_history import Decision, database_of
 from keepstep_agent.core.mirror.output_scan import OutputScan, bad_name, folder_of, folders_above
 from keepstep_agent.core.model import FileEntry, Fingerprint, PinMethod, SnapshotContent, SourceFile
 from keepstep_agent.core.stored.object_layout import check_link
@@ -89,7 +89,9 @@ def plan_snapshot(
         if path in taken or path in folders or not taken.isdisjoint(folders_above(path)):
             continue
         is_left_out = bool(not_stored.keys() - scan.problems.keys() - scan.unannounced)
-        if is_left_out or path in decision.deleted or scan.is_unknown(path):
+        # The log or journal of another version would destroy a database.
+        is_of_new_version = any(file.path == database_of(path) for file in sent)
+        if (is_left_out or path in decision.deleted or scan.is_unknown(path)) and not is_of_new_version:
             kept.append(base.files[path].entry)
             looks[path] = base.files[path].fingerprint
         else:

@@ -5,7 +5,7 @@ the pinned checkpoint or none; a pin has exactly one encoding, so that a pod rec
 back.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Final, Literal
 
@@ -152,24 +152,25 @@ def run_of(save: str) -> str:
     return save.rpartition("-")[0]
 
 
-def failed_in_a_row(
-    lives: Iterable[AgentLife], node_rank: int, passed_over: Collection[str]
-) -> tuple[int, frozenset[str], bool]:
-    """Return how many of a node's last starts failed early, which saves they had, and whether these are all in a row.
+def failed_in_a_row(lives: Iterable[AgentLife], node_rank: int) -> tuple[int, str, bool]:
+    """Return how many of a node's last starts failed early with one and the same save, which, and whether that is all.
 
-    Args:
-        lives: The last lives of agents that are known; the newest are complete.
-        passed_over: Saves that earlier starts of this kind had: those starts do not count again.
+    `lives`: the last lives of agents that are known; of the oldest the begin may be missing.
     """
     own = [life for life in lives if life.node_rank == node_rank and life.entries]
-    saves: set[str] = set()
+    save = ""
     for count, life in enumerate(sorted(own, key=lambda life: life.entries[-1].at, reverse=True)):
-        had = {entry.save for entry in life.entries if isinstance(entry, AgentStarted | Saved)} - {""}
+        start = next((entry for entry in life.entries if isinstance(entry, AgentStarted)), None)
         end = next((entry for entry in life.entries if isinstance(entry, AgentEnded)), None)
-        if end is None or not end.failed_early or not had.isdisjoint(passed_over):
-            return count, frozenset(saves), True
-        saves |= had
-    return len(own), frozenset(saves), False
+        has_saved = any(isinstance(entry, Saved) for entry in life.entries)
+        if end is None or not end.failed_early or has_saved:
+            return count, save, True
+        if start is None:
+            return count, save, False
+        if not start.save or save not in ("", start.save):
+            return count, save, True
+        save = start.save
+    return len(own), save, False
 
 
 def newest_first(committed: Iterable[CommittedSave]) -> tuple[CommittedSave, ...]:

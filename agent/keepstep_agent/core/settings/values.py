@@ -268,9 +268,9 @@ class Settings:
     ] = "whole"
     fall_back_after: Annotated[
         int,
-        "After so many starts of `keepstep run` in a row that an error ended within 60 s, and that stored nothing new "
-        "but logs, restore passes over the snapshot that they resumed from and takes the one before it. Starts whose "
-        "program has read nothing of the snapshot do not count. 0: never, and what was passed over is taken again.",
+        "After so many starts of `keepstep run` in a row that resumed from the same snapshot, read something of it and "
+        "were ended by an error of their own within 60 s, with nothing new to store but logs, restore passes over that "
+        "snapshot and takes the one before it. 0: never, and what was passed over is taken again.",
     ] = 3
     watch: Annotated[
         tuple[str, ...],

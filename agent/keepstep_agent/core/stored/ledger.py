@@ -131,8 +131,8 @@ class Alive(_Entry):
 class AgentEnded(_Entry):
     """The agent exits. `not_durable` is how many checkpoints it leaves that are not committed.
 
-    `program_failed`: a signal or an error had ended the program of `keepstep run`. `failed_early`: so soon, and without
-    anything new to store but logs, that what it resumed from may be the reason.
+    `program_failed`: a signal or an error had ended the program of `keepstep run`. `failed_early`: an error
+    of its own did so soon, and without anything new to store but logs, that what it resumed from may be the reason.
     """
 
     code: Annotated[int, Meta(ge=0, le=255)]

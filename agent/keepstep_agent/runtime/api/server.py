@@ -173,7 +173,9 @@ class AgentService(agent_pb2_grpc.AgentServicer):
     ) -> agent_pb2.NotifyTerminationResponse:
         if request.trainers_gone:
             await self._monitors.drain_after_program(
-                failed_at=request.trainers_failed_at or None, survivors_ended_well=request.survivors_ended_well
+                failed_at=request.trainers_failed_at or None,
+                failed_early=request.trainers_failed_early,
+                survivors_ended_well=request.survivors_ended_well,
             )
         else:
             await self._monitors.notice_termination(request.source or "api", request.grace_seconds)

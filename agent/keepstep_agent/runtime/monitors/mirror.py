@@ -10,7 +10,7 @@ import os
 import secrets
 import stat
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import suppress
 from pathlib import Path
@@ -89,11 +89,11 @@ class Mirror:
         self._files: Mapping[str, Fingerprint] = {}
         # The files that restore brought, as long as nobody has read them.
         self._restored: Mapping[str, Fingerprint] = {}
-        self._is_unread = self._has_sent_data = False
+        self._was_read = self._has_sent_data = False
         # Whether the last look found nothing new, with no program that could still write.
         self._is_empty_at_end = False
         self._next_at = 0.0
-        self._taken_at = self._warned_at = 0.0
+        self._taken_at = self._warned_at = self._slow_at = 0.0
         # The links of the look that the last snapshot was planned from.
         self._planned_links: Mapping[str, str] | None = None
         # What the last snapshot had to leave out, and what was named last.
@@ -124,6 +124,7 @@ class Mirror:
         *,
         writers_gone: bool,
         failed_at: float | None,
+        failed_early: bool = False,
         survivors_ended_well: bool = False,
         limit_seconds: float,
     ) -> None:
@@ -131,7 +132,8 @@ class Mirror:
 
         With `writers_gone` no program writes any more, so it does not wait for quiet. Otherwise it waits for at most
         `limit_seconds`. `failed_at`: when the program ended, in unix seconds, if a signal or an error ended it. What it
-        may have been writing then keeps its last version.
+        may have been writing then keeps its last version. `failed_early`: soon after its start. Then logs alone are no
+        news: a snapshot of them would be one more that the program fails with.
         """
         began = time.monotonic()
         tries = 0
@@ -150,7 +152,7 @@ class Mirror:
                     # A program that was told to end may begin its last save only now.
                     if writers_gone or late or (passed_seconds >= QUIET_SECONDS and not decision.restless):
                         tries += 1
-                        save = await self._take(scan, decision, is_last=writers_gone)
+                        save = await self._take(scan, decision, is_last=writers_gone, besides_logs=failed_early)
                 if tries and (not save or await self._is_pinned(save)):
                     await self._say_if_ignored()
                     return
@@ -161,8 +163,8 @@ class Mirror:
 
     @property
     def is_as_restored(self) -> bool:
-        """Whether the program has read what restore brought, as far as is known, and nothing new but logs was sent."""
-        return not self._is_unread and not self._has_sent_data
+        """Whether the program is known to have read what restore brought, and nothing new but logs was sent."""
+        return self._was_read and not self._has_sent_data
 
     async def nothing_found(self) -> str:
         """Return a line for people if the program has ended and left nothing; else "".
@@ -197,8 +199,9 @@ class Mirror:
         """Say so if the program has read nothing of what restore brought, although it is still there."""
         if not self._restored or self._engine.state.termination.noticed:
             return
-        self._is_unread = await self._run(self._output.unread, self._restored)
-        if self._is_unread:
+        is_unread = await self._run(self._output.unread, self._restored)
+        self._was_read = is_unread is False
+        if is_unread:
             places = " and ".join(self._settings.watch)
             say(
                 f"keepstep: the program read none of the {len(self._restored)} files of the last snapshot in {places}: "
@@ -233,13 +236,20 @@ class Mirror:
         return time.monotonic() >= self._next_at - (_EARLIER_SECONDS if was_left_out else 0.0)
 
     async def _tell_what_is_not_fit(self, scan: OutputScan, decision: Decision) -> None:
-        """Name what is left out while the program runs; warn if nothing could be stored for long."""
+        """Name what is left out while the program runs; warn if nothing could be stored for long, or only slowly."""
         now = time.monotonic()
         waiting_since = now if decision.waiting_since is None else max(decision.waiting_since, self._taken_at)
         is_late = now - waiting_since >= DUE_SECONDS
         if decision.left_out.keys() != self._named and (is_late or not decision.left_out):
             self._named = frozenset(decision.left_out)
             await self._note_not_stored(self._plan(scan, decision))
+        if decision.due and self._snapshots.on_their_way and now - max(self._taken_at, self._slow_at) >= _WARN_SECONDS:
+            self._slow_at = now
+            log.warning(
+                "snapshot.store_is_slow",
+                seconds=round(now - self._taken_at),
+                hint="the program saves faster than the store takes it: its newest state is sent when this is there",
+            )
         if decision.left_out and not decision.fit and now - max(waiting_since, self._warned_at) >= _WARN_SECONDS:
             self._warned_at = now
             log.warning(
@@ -295,14 +305,15 @@ class Mirror:
             if one.announced.snapshot is None
             for file in one.announced.files or ("",)
         ]
-        left_out = await self._run(self._announced.find, announced)
-        return await self._run(self._look_and_decide, self._history, left_out, lives, end)
+        return await self._run(self._look_and_decide, self._history, announced, lives, end)
 
     def _look_and_decide(
-        self, history: OutputHistory, left_out: frozenset[str], lives: bool, end: ProgramEnd | None
+        self, history: OutputHistory, announced: Sequence[str], lives: bool, end: ProgramEnd | None
     ) -> tuple[OutputScan, Decision]:
+        left_out = self._announced.find(announced)
         began = time.thread_time()
-        scan = self._output.scan(left_out, self._files, self._announced.look_alikes(left_out, self._snapshots.stored))
+        parts = self._announced.look_alikes(announced, left_out, self._snapshots.stored)
+        scan = self._output.scan(left_out, self._files, parts)
         at, unix_at = time.monotonic(), time.time()
         self._files = scan.files
         evidence = self._prober.examine(history.to_examine(scan, self._snapshots.stored))
@@ -324,8 +335,13 @@ class Mirror:
         restored = {path: seen for path, seen in brought.items() if not is_log(path)}
         self._restored = restored if await self._run(self._output.unread, restored) else {}
 
-    async def _take(self, scan: OutputScan, decision: Decision, *, is_last: bool = False) -> str:
-        """Announce a snapshot; return its save, or "" if all that is fit for one is stored already or on its way."""
+    async def _take(
+        self, scan: OutputScan, decision: Decision, *, is_last: bool = False, besides_logs: bool = False
+    ) -> str:
+        """Announce a snapshot; return its save, or "" if all that is fit for one is stored already or on its way.
+
+        `besides_logs`: not of logs alone.
+        """
         if self._snapshots.are_of(scan):
             return ""
         plan = self._plan(scan, decision)
@@ -338,8 +354,9 @@ class Mirror:
             stored.get(path) != in_base.get(path) for path in decision.left_out
         )
         self._planned_links = scan.links
+        has_data = any(file.path not in decision.growing for file in plan.content.files)
         self._say_what_comes_back_changed(scan)
-        if not plan.is_news or goes_back:
+        if not plan.is_news or goes_back or (besides_logs and not has_data):
             self._next_at = time.monotonic() + _BETWEEN_SNAPSHOTS_SECONDS
             return ""
         event = self._announcement(plan)
@@ -347,7 +364,7 @@ class Mirror:
         await self._engine.submit(event, lambda state: _checked(state, event))
         self._taken_at, self._left_out = time.monotonic(), frozenset(decision.left_out)
         self._named = self._left_out
-        self._has_sent_data |= any(file.path not in decision.growing for file in plan.content.files)
+        self._has_sent_data |= has_data
         assert self._history is not None
         self._history.taken()
         self._next_at = self._taken_at + _BETWEEN_SNAPSHOTS_SECONDS

@@ -96,8 +96,6 @@ _DRAIN_SECONDS: Final = 1.0
 # A rank may end a moment after the program that started it, and the end of its connection is seen a moment later.
 _LEFT_BEHIND_AFTER_SECONDS: Final = 2.0
 _PROGRAM_ENDED: Final = "program ended"
-_EARLY_SECONDS: Final = 60.0
-"""A program that fails within so long may not have been able to load what it resumes from."""
 
 T = TypeVar("T")
 
@@ -137,9 +135,7 @@ class Monitors:
         self.program_failed = False
         """Whether a signal or an error has ended the runner's program."""
         self.failed_early = False
-        """Whether it was an error, so soon that what restore brought may be the reason."""
-        self._began_at = clock.now()
-        self._ended_early = False
+        """Whether an error did, so soon that what restore brought may be the reason, with nothing new to store."""
 
     async def watch_ranks(self, parent_pid: int | None) -> None:
         """Watch which ranks are alive, until cancelled. `parent_pid`: the runner; the agent stops when it is gone."""
@@ -293,24 +289,27 @@ class Monitors:
         await self.notice_termination(source)
         await self._request_stop(trainers_gone=False)
 
-    async def drain_after_program(self, *, failed_at: float | None, survivors_ended_well: bool = False) -> None:
+    async def drain_after_program(
+        self, *, failed_at: float | None, failed_early: bool = False, survivors_ended_well: bool = False
+    ) -> None:
         """Drain and exit; the runner has waited for the program's end.
 
-        `failed_at`: when it ended, in unix seconds, if a signal or an error ended it. `survivors_ended_well`: processes
-        that outlived it then have ended well, so what was written after that moment is complete.
+        `failed_at`: when it ended, in unix seconds, if a signal or an error ended it. `failed_early`: an error of its
+        own did, soon after its start. `survivors_ended_well`: processes that outlived it then have ended well, so what
+        was written after that moment is complete.
 
         The program may be a launcher that has left its ranks behind. They are asked to save and leave, and the drain
         begins when they have left, but no later than a grace period from now, or than an earlier notice allows.
         """
         self.program_failed = failed_at is not None
-        self._ended_early = (
-            failed_at is not None
-            and failed_at - self._began_at <= _EARLY_SECONDS
-            and not self._engine.state.termination.noticed
-        )
         left_behind = await self._ranks_left_behind()
         if not left_behind:
-            await self._request_stop(trainers_gone=True, failed_at=failed_at, survivors_ended_well=survivors_ended_well)
+            await self._request_stop(
+                trainers_gone=True,
+                failed_at=failed_at,
+                failed_early=failed_early,
+                survivors_ended_well=survivors_ended_well,
+            )
             return
         log.warning("ranks.left_behind", local_ranks=sorted(left_behind))
         # Without a deadline: unless another notice sets one, the machine stays, and the upload may take its time.
@@ -352,7 +351,12 @@ class Monitors:
         return frozenset() if self._unknown else self._engine.state.alive_ranks
 
     async def _request_stop(
-        self, *, trainers_gone: bool, failed_at: float | None = None, survivors_ended_well: bool = False
+        self,
+        *,
+        trainers_gone: bool,
+        failed_at: float | None = None,
+        failed_early: bool = False,
+        survivors_ended_well: bool = False,
     ) -> None:
         termination = self._engine.state.termination
         if trainers_gone and termination.noticed:
@@ -360,15 +364,16 @@ class Monitors:
             await self._see_ranks(self._engine.state.alive_ranks, ended=None, after_notice=True)
         if termination.left and termination.cut_short is None:
             # A launcher may have failed of it, but no writer has.
-            failed_at = None
+            failed_at, failed_early = None, False
         if self._mirror is not None:
             await self._mirror.last_looks(
                 writers_gone=trainers_gone or self._clients_are_gone,
                 failed_at=failed_at,
+                failed_early=failed_early,
                 survivors_ended_well=survivors_ended_well,
                 limit_seconds=self._seconds_to_look_around(),
             )
-            self.failed_early = self._ended_early and self._mirror.is_as_restored
+            self.failed_early = failed_early and self._mirror.is_as_restored
         await self._recover_unannounced()
         nothing_found = ""
         # Not before the recovery: an agent that was just restarted has announced nothing yet.

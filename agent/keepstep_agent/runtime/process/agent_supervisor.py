@@ -80,6 +80,7 @@ class _Message:
     deadline: float
     trainers_gone: bool = False
     trainers_failed_at: float = 0.0
+    trainers_failed_early: bool = False
     survivors_ended_well: bool = False
 
 
@@ -106,7 +107,7 @@ class AgentSupervisor:
         self._served = asyncio.Event()
         self._draining = asyncio.Event()
         self._ending = False
-        self._failed_at, self._survivors_ended_well = 0.0, False
+        self._failed_at, self._failed_early, self._survivors_ended_well = 0.0, False, False
         self._undelivered: deque[_Message] = deque()
         self._news = asyncio.Event()
         self._delivering = asyncio.Lock()
@@ -136,15 +137,18 @@ class AgentSupervisor:
         """Tell the agent that the machine is going away: at once, or as soon as an agent runs again."""
         self._enqueue(_Message(source=source, deadline=asyncio.get_running_loop().time() + self._grace_seconds))
 
-    async def drain(self, *, failed_at: float, survivors_ended_well: bool = False) -> Drained:
+    async def drain(
+        self, *, failed_at: float, failed_early: bool = False, survivors_ended_well: bool = False
+    ) -> Drained:
         """Wait, after the program's end, until an agent has made durable what it can.
 
-        `failed_at`: when the program ended, in unix seconds, if a signal or an error ended it; else 0. And whether
-        processes that outlived it then have ended well.
+        `failed_at`: when the program ended, in unix seconds, if a signal or an error ended it; else 0. `failed_early`:
+        an error of its own did, soon after its start. And whether processes that outlived it then have ended well.
         Returns what the last agent said.
         """
         assert self._keeping is not None
         self._failed_at, self._survivors_ended_well = failed_at, survivors_ended_well
+        self._failed_early = failed_early
         self._draining.set()
         self._say_program_ended()
         try:
@@ -294,6 +298,7 @@ class AgentSupervisor:
                         source=message.source,
                         trainers_gone=message.trainers_gone,
                         trainers_failed_at=message.trainers_failed_at,
+                        trainers_failed_early=message.trainers_failed_early,
                         survivors_ended_well=message.survivors_ended_well,
                     ),
                 )
@@ -312,6 +317,7 @@ class AgentSupervisor:
                     deadline=0.0,
                     trainers_gone=True,
                     trainers_failed_at=self._failed_at,
+                    trainers_failed_early=self._failed_early,
                     survivors_ended_well=self._survivors_ended_well,
                 )
             )

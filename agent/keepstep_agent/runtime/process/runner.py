@@ -43,6 +43,10 @@ _AT_ONCE_SECONDS: Final = 0.2
 """Between the signals of somebody who tells all processes of a job."""
 _ORDERLY: Final = frozenset({0, JUST_IN_TIME_EXIT_CODE, NOT_DURABLE_EXIT_CODE})
 """Exit codes of processes that no error has ended."""
+_EARLY_SECONDS: Final = 60.0
+"""A program that fails within so long may not have been able to load what it resumes from."""
+_FATAL: Final = frozenset({signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV})
+"""The kernel sends these for an error of the program's own."""
 _NOTICES: Final = frozenset({signal.SIGTERM, signal.SIGHUP})
 """The machine is going away; the agent is told at once."""
 _TYPED: Final = frozenset({signal.SIGINT, signal.SIGQUIT})
@@ -96,7 +100,8 @@ class Runner:
         self._is_stuck = is_stuck
         self._take_over = take_over
         self._autoload_check = autoload_check
-        self._ended_stuck = False
+        self._ended_stuck = self._is_signalled = False
+        self._began_at = 0.0
         loop = asyncio.get_running_loop()
         self._noticed: asyncio.Future[float] = loop.create_future()
         """When the first notice came, in the event loop's time."""
@@ -133,8 +138,11 @@ class Runner:
         if not _ORDERLY.issuperset(survivors):
             ended_at = time.time()
         has_failed = not _ORDERLY.issuperset((self._program.returncode, *survivors))
+        is_own_error = (self._program.returncode or 0) > 0 or -(self._program.returncode or 0) in _FATAL
+        is_early = ended_at - self._began_at <= _EARLY_SECONDS
         drained = await self._agent.drain(
             failed_at=ended_at if has_failed else 0.0,
+            failed_early=has_failed and is_own_error and is_early and not self._is_signalled,
             survivors_ended_well=bool(survivors) and _ORDERLY.issuperset(survivors),
         )
         if drained in (Drained.NOT_STORED, Drained.STOPPED_NOT_STORED):
@@ -172,6 +180,7 @@ class Runner:
 
     def _take(self, number: signal.Signals) -> None:
         """Act on a signal to this run, and log it last: the log's reader may be gone."""
+        self._is_signalled = True
         if self._program is None:
             if not self._interrupted.done():
                 self._interrupted.set_result(number)
@@ -247,6 +256,7 @@ class Runner:
                 self._autoload_check = None
         # A launcher that dies leaves its ranks to this process, which waits for them.
         adopt_orphans()
+        self._began_at = time.time()
         try:
             self._program = await asyncio.create_subprocess_exec(*self._command, env=environment)
         except OSError as error:
@@ -281,7 +291,7 @@ class Runner:
             return
         while not await asyncio.to_thread(self._is_stuck):  # noqa: ASYNC110 - another process knows
             await asyncio.sleep(_BETWEEN_QUESTIONS_SECONDS)
-        self._ended_stuck = True
+        self._ended_stuck = self._is_signalled = True
         seconds = self._settings.termination.grace_seconds
         log.error(
             "run.stuck",
