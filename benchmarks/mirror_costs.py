@@ -10,6 +10,7 @@ is --quick, and exits 1 if a goal is missed. Takes sixteen minutes, and 5 GiB be
 """
 
 import argparse
+import json
 import os
 import platform
 import random
@@ -49,6 +50,7 @@ FAST_INTERVAL_SECONDS: Final = 5.0
 SLOW_STORE_SHARE: Final = 0.05
 """Of the pace at which the fast program saves, so much is what its store takes."""
 _LOOK_SECONDS: Final = 0.2
+_HEAD_BYTES: Final = 64
 _FIRST_KILL_SECONDS: Final = 20.0
 _KILLED_WITHIN_SECONDS: Final = 10.0
 REPORT: Final = Path(__file__).with_name("MIRROR.md")
@@ -303,7 +305,9 @@ def fast_saver(folder: Path, scenario: Scenario) -> Fast:
             while time.monotonic() < next_at:
                 most_bytes = max(most_bytes, _bytes_below(staged))
                 time.sleep(_LOOK_SECONDS)
-        wait_until(lambda: _newest_stored(store, "state.bin") == saves.to_bytes(8), _LONGEST_SECONDS, "all is stored")
+        wait_until(
+            lambda: _newest_stored(store, "state.bin").startswith(saves.to_bytes(8)), _LONGEST_SECONDS, "all is stored"
+        )
         return Fast(
             saves=saves,
             snapshots=len(agent.log("checkpoint.committed")),
@@ -313,10 +317,10 @@ def fast_saver(folder: Path, scenario: Scenario) -> Fast:
         )
 
 
-def age_after_kills(folder: Path, scenario: Scenario, save: Callable[[Path, bytes], object]) -> list[float]:
+def age_after_kills(folder: Path, scenario: Scenario, save: Callable[[Path, str], object]) -> list[float]:
     """Kill the agent of a program that saves each second, again and again. Return how old what is stored is, each time.
 
-    The age is that of the newest save that is stored, less the second until its successor was complete.
+    That is the time since the save after the newest stored one was complete.
     """
     chance = random.Random(folder.name)
     ages: list[float] = []
@@ -327,38 +331,38 @@ def age_after_kills(folder: Path, scenario: Scenario, save: Callable[[Path, byte
             saved_at: list[float] = []
             until = time.monotonic() + _FIRST_KILL_SECONDS + chance.uniform(0, _KILLED_WITHIN_SECONDS)
             while time.monotonic() < until:
-                save(output, len(saved_at).to_bytes(8))
+                save(output, json.dumps({"save": len(saved_at)}))
                 saved_at.append(time.monotonic())
                 time.sleep(1.0)
             agent.kill()
             killed_at = time.monotonic()
-        newest = _newest_stored(store, "state.bin")
-        superseded_at = saved_at[int.from_bytes(newest) + 1 :] if newest else saved_at
+        newest = _newest_stored(store, "state.json")
+        superseded_at = saved_at[json.loads(newest)["save"] + 1 :] if newest else saved_at
         ages.append(killed_at - superseded_at[0] if superseded_at else 0.0)
     return ages
 
 
-def renamed(output: Path, content: bytes) -> None:
-    (output / "state.tmp").write_bytes(content)
-    (output / "state.tmp").rename(output / "state.bin")
+def renamed(output: Path, content: str) -> None:
+    (output / "state.tmp").write_text(content)
+    (output / "state.tmp").rename(output / "state.json")
 
 
-def rewritten(output: Path, content: bytes) -> None:
-    (output / "state.bin").write_bytes(content)
+def rewritten(output: Path, content: str) -> None:
+    (output / "state.json").write_text(content)
 
 
-def two_files(output: Path, content: bytes) -> None:
+def two_files(output: Path, content: str) -> None:
     rewritten(output, content)
-    (output / "optimizer.bin").write_bytes(content)
+    (output / "optimizer.json").write_text(content)
 
 
 def _newest_stored(store: Path, name: str) -> bytes:
-    """Return the first bytes of a file that each snapshot sends, in the newest committed one; none if there is none."""
+    """Return the begin of a file that each snapshot sends, in the newest committed one; empty if there is none."""
     markers = sorted((store / STATE_DIRECTORY / "snapshots" / "node-0").glob("*.json"))
     if not markers:
         return b""
     with (store / "node-0" / markers[0].name.split(".")[1] / "out" / name).open("rb") as file:
-        return file.read(8)
+        return file.read(_HEAD_BYTES)
 
 
 def _bytes_below(folder: Path) -> int:
