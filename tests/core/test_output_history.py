@@ -115,6 +115,7 @@ class Played:
         if not fit and not gone:
             return
         self.taken_at.append(self.now)
+        self.stored = dict(self.stored)
         self.left_out = frozenset(self.decision.left_out)
         self.history.taken()
         for path in gone:
@@ -476,7 +477,7 @@ def test_what_was_stored_and_is_no_more_is_due_again() -> None:
     played = Played()
     played.write("out/a", "1")
     played.wait(13)
-    played.stored.clear()
+    played.stored = {}
     played.wait(0.3)
     assert "out/a" in played.stored
 

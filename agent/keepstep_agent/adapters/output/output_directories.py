@@ -20,7 +20,6 @@ from keepstep_api.names import STATE_DIRECTORY, TEMPORARY_PREFIXES
 PARTIAL: Final = f"{STATE_DIRECTORY}-partial"
 """What has this name in an output directory gets another one in a moment; after a crash of restore it is garbage."""
 _PROBE: Final = "time-of-reads"
-_MOST_CHANGED: Final = 1_000
 _BLOCK_BYTES: Final = 512
 _LEAST_HOLE_BYTES: Final = 4_096
 _SECOND_NAME: Final = "as a file of its own, though it has another name here"
@@ -177,8 +176,8 @@ def _scan(
         here = prefix + below
         if _is_keepsteps_own(below) or (skipped and here.startswith(skipped)):
             continue
-        if below and not entries and len(changed) < _MOST_CHANGED:
-            changed[here.rstrip("/")] = _EMPTY
+        if below and not entries:
+            changed.setdefault(_EMPTY, here.rstrip("/"))
         for entry in entries:
             path = here + entry.name
             if path in left_out or entry.name == PARTIAL or entry.is_dir(follow_symlinks=False):
@@ -205,8 +204,8 @@ def _scan(
                 if (known is None or known.inode != status.st_ino) and status.st_ctime_ns > status.st_mtime_ns:
                     settled.add(path)
                 known = fingerprint(status)
+                if loss := _loss(status):
+                    changed.setdefault(loss, path)
             files[path] = known
-            if len(changed) < _MOST_CHANGED and (loss := _loss(status)):
-                changed[path] = loss
-            if status.st_nlink > 1 and names.setdefault(status.st_ino, path) != path and len(changed) < _MOST_CHANGED:
-                changed[path] = _SECOND_NAME
+            if status.st_nlink > 1 and names.setdefault(status.st_ino, path) != path:
+                changed.setdefault(_SECOND_NAME, path)

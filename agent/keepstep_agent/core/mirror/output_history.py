@@ -105,15 +105,19 @@ class OutputHistory:
         self._waiting: dict[str, float] = {}
         self._waiting_since: float | None = None
         self._links_changed_at = float("-inf")
+        # What was found unstored of which look: most looks show what the one before did, of thousands of files.
+        self._compared: tuple[Mapping[str, Fingerprint], Mapping[str, Fingerprint]] = ({}, {})
+        self._unstored: Sequence[str] = ()
 
     def to_examine(self, scan: OutputScan, stored: Mapping[str, Fingerprint]) -> dict[str, bool]:
         """Return the files to examine after a look, and whether each has become longer.
 
-        `stored`: what the files look like that a snapshot holds, or is being sent with.
+        `stored`: what the files look like that a snapshot holds, or is being sent with. It is replaced, never changed.
         """
         found: dict[str, bool] = {}
-        for path, seen in scan.files.items():
-            if stored.get(path) == seen or self._is_log(path, seen):
+        for path in self._not_in(stored, scan.files):
+            seen = scan.files[path]
+            if self._is_log(path, seen):
                 continue
             file, before = self._files.get(path), self._scan.files.get(path)
             if file is not None and file.seen == seen and file.is_settled:
@@ -127,7 +131,7 @@ class OutputHistory:
     ) -> None:
         """Take note of a look and of what the examination has shown. `lives`: the program was alive after it."""
         before = self._scan.files
-        changed = [path for path, seen in scan.files.items() if before.get(path) != seen]
+        changed = self._differing(before, scan.files)
         gone = before.keys() - scan.files.keys()
         names_before = {before[path].inode: path for path in gone} if changed else {}
         # By all of their looks: filesystems give the inode of a deleted file to the next one.
@@ -167,7 +171,7 @@ class OutputHistory:
         `stored`: as for `to_examine`. `links`: those of the look that the newest snapshot was planned from.
         """
         at, files = self._looked_at, self._scan.files
-        unstored = [path for path, seen in files.items() if stored.get(path) != seen]
+        unstored = self._not_in(stored, files)
         # Whoever deletes a directory as a whole has done with it, or wipes the disk. What cannot be read may be there.
         deleted = {path for path in stored.keys() - files.keys() if not self._scan.is_unknown(path)}
         for path in unstored:
@@ -222,6 +226,18 @@ class OutputHistory:
     def taken(self) -> None:
         """A snapshot of what `decide` said was taken."""
         self._waiting_since = None
+
+    def _not_in(self, stored: Mapping[str, Fingerprint], files: Mapping[str, Fingerprint]) -> Sequence[str]:
+        """Return the files that do not look as in `stored`."""
+        known, seen = self._compared
+        # Dictionaries of the same values are compared fast.
+        if stored is not known or files != seen:
+            self._compared, self._unstored = (stored, files), self._differing(stored, files)
+        return self._unstored
+
+    @staticmethod
+    def _differing(known: Mapping[str, Fingerprint], files: Mapping[str, Fingerprint]) -> Sequence[str]:
+        return [path for path, seen in files.items() if known.get(path) != seen] if known != files else []
 
     def _note_change(self, path: str, seen: Fingerprint, at: float, *, renamed: bool, was: str) -> None:
         """`was`: the name that the file had before, if it was renamed."""

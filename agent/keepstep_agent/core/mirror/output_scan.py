@@ -25,7 +25,7 @@ class OutputScan:
     finished: their status is newer than their bytes. `links` are symbolic links with their targets. `problems` says of
     files and folders why they cannot be stored. `missing`: directories that do not exist, yet or any more.
     `unannounced`: what looks like a checkpoint that was announced, and was not; it was not looked into.
-    `comes_back_changed`: what a restore does not bring back as it is here, and how it does.
+    `comes_back_changed`: how restore brings something back that has changed, if not as it is here, with one such path.
     """
 
     files: Mapping[str, Fingerprint] = field(default_factory=dict)

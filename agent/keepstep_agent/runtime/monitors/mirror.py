@@ -99,6 +99,8 @@ class Mirror:
         # What the last snapshot had to leave out, and what was named last.
         self._left_out: frozenset[str] = frozenset()
         self._named: frozenset[str] = frozenset()
+        # What restore does not bring back as it is: how, with one such path. And what was said of it.
+        self._come_back_changed: dict[str, str] = {}
         self._said_to_change: set[str] = set()
         self._look_cpu_seconds = 0.0
         self._pause_seconds = self._least_pause_seconds = 0.0
@@ -316,6 +318,7 @@ class Mirror:
         scan = self._output.scan(left_out, self._files, parts)
         at, unix_at = time.monotonic(), time.time()
         self._files = scan.files
+        self._come_back_changed |= scan.comes_back_changed
         evidence = self._prober.examine(history.to_examine(scan, self._snapshots.stored))
         # After both: a program that has died since may have left half a checkpoint, which looks closed.
         lives = lives and self._program_lives()
@@ -355,7 +358,7 @@ class Mirror:
         )
         self._planned_links = scan.links
         has_data = any(file.path not in decision.growing for file in plan.content.files)
-        self._say_what_comes_back_changed(scan)
+        self._say_what_comes_back_changed()
         if not plan.is_news or goes_back or (besides_logs and not has_data):
             self._next_at = time.monotonic() + _BETWEEN_SNAPSHOTS_SECONDS
             return ""
@@ -379,15 +382,13 @@ class Mirror:
         )
         return event.info.save
 
-    def _say_what_comes_back_changed(self, scan: OutputScan) -> None:
-        for how in set(scan.comes_back_changed.values()) - self._said_to_change:
+    def _say_what_comes_back_changed(self) -> None:
+        for how in self._come_back_changed.keys() - self._said_to_change:
             self._said_to_change.add(how)
-            paths = sorted(path for path, change in scan.comes_back_changed.items() if change == how)
             log.warning(
                 "snapshot.comes_back_changed",
                 comes_back=how,
-                paths=len(paths),
-                such_as=printable(paths[0]),
+                such_as=printable(self._come_back_changed[how]),
                 hint="a snapshot has names, bytes, times and symbolic links",
             )
 
