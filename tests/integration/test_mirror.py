@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,8 @@ from tests.harness.bounds import HANG_SECONDS
 from tests.harness.run_process import RunProcess
 from tests.harness.warm_python import keepstep
 
-from keepstep_api.names import ENV_VOLUME
+from keepstep_agent.adapters.output.mirror_state import read_base, write_base
+from keepstep_api.names import AGENT_STATE_DIRECTORY, ENV_VOLUME
 
 SAVE = """
 import sys
@@ -99,6 +101,21 @@ def test_a_restored_run_that_writes_nothing_is_no_failure_and_no_news(place: Pla
     place.lose_the_disk()
     place.run("", code=0)
     assert len(place.snapshots()) == 1
+
+
+def test_an_agent_after_an_interrupted_restore_sends_everything(place: Place) -> None:
+    place.run(SAVE, "model")
+    place.lose_the_disk()
+    place.restore()
+    # As a restore leaves it that was to put another snapshot in place.
+    state = place.volume / ".keepstep" / AGENT_STATE_DIRECTORY
+    write_base(place.volume, state, replace(read_base(place.volume, state), snapshot=None, pending=frozenset()))
+    with AgentProcess(place.volume, f"file://{place.store}", watch=place.out) as agent:
+        (place.out / "more").write_text("more")
+        wait_until(lambda: bool(agent.log("checkpoint.committed")), HANG_SECONDS, "a snapshot is committed")
+        agent.terminate()
+        agent.wait(HANG_SECONDS)
+    assert place.sent(place.snapshots()[-1]) == {"out/model", "out/more"}
 
 
 REWRITE = """

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tests.core.noted_lives import NotedLife
 from tests.fakes.fake_store import FakeStore
-from tests.restore.restored_snapshots import base_of, restored
+from tests.restore.restored_snapshots import base_of, keep_base, restored
 from tests.restore.restored_volume import content
 from tests.restore.stored_checkpoints import truncate
 from tests.restore.stored_snapshots import StoredSnapshot, store_snapshot
@@ -222,6 +222,20 @@ async def test_interrupted_at_any_change_the_next_restore_completes_it(
         # What was in place of the older one already may lie beside it.
         assert after == 0
         assert content(volume / "out").items() >= {"ckpt-3/w": b"w3", "log": b"lll"}.items()
+
+
+async def test_what_has_taken_the_place_of_a_link_meanwhile_stays(store: FakeStore, volume: Path) -> None:
+    job = Run(store)
+    await store_snapshot(store, 1, {"out/ckpt-1": b"1"})
+    await store_snapshot(store, 2, {"out/ckpt-2": b"2"}, links={"out/last": "ckpt-2"})
+    await job.restores(volume)
+    await job.fails("node-0-2", 3)
+    # Interrupted before anything was removed.
+    keep_base(volume, snapshot=None)
+    (volume / "out" / "last").unlink()
+    (volume / "out" / "last").write_bytes(b"mine")
+    assert await job.restores(volume) == 1
+    assert content(volume / "out") == {"ckpt-1": b"1", "last": b"mine"}
 
 
 async def test_other_nodes_take_none_that_its_own_node_passes_over(job: Run, tmp_path: Path) -> None:

@@ -180,7 +180,7 @@ class OutputFiles:
         try:
             for path, look in looks.items():
                 held = base.files.get(path)
-                is_stored = held is None or look.seen == held.fingerprint
+                is_stored = look.link == base.links[path] if held is None else look.seen == held.fingerprint
                 if path not in kept and (is_stored or look.kind is EntryKind.NOTHING):
                     label, _, below = path.partition("/")
                     name, _, rest = below.partition("/")

@@ -81,6 +81,9 @@ class TakenSnapshots:
         self.base = await asyncio.get_running_loop().run_in_executor(
             self._executor, read_base, self._volume, self._state_directory
         )
+        if self.base.snapshot is None:
+            # A restore that was to put another one in place was interrupted, and nobody has repeated it.
+            self.base = replace(self.base, files={}, links={})
         state = self._engine.state
         # If it was not on its way then, restore has put another one in place since.
         if state.newest_snapshot is not None and state.newest_snapshot.info.save in self.base.pending:
