@@ -5,6 +5,7 @@ what is fit is stored at once.
 """
 
 import itertools
+import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -44,9 +45,11 @@ def format_of(path: str, content: str) -> Proof:
 
 @dataclass
 class Played:
-    """`knows_open`: the kernel tells who has a file open."""
+    """`knows_open`: the kernel tells who has a file open. `knows_processes`: and which processes the program has."""
 
     knows_open: bool = True
+    knows_processes: bool = False
+    all_live_since: float = 0.0
     now: float = 0.0
     files: dict[str, File] = field(default_factory=dict)
     links: dict[str, str] = field(default_factory=dict)
@@ -76,7 +79,14 @@ class Played:
         )
         asked = self.history.to_examine(scan, self.stored)
         evidence = {path: self._evidence(path, grew=grew) for path, grew in asked.items()}
-        self.history.note(scan, evidence, at=self.now, unix_at=UNIX + self.now, lives=lives)
+        self.history.note(
+            scan,
+            evidence,
+            at=self.now,
+            unix_at=UNIX + self.now,
+            lives=lives,
+            all_live_since=self.all_live_since if self.knows_processes and lives else math.inf,
+        )
         self.decision = self.history.decide(self.stored, self.links, end)
         between_seconds = BETWEEN_SECONDS if self.decision.fit.isdisjoint(self.left_out) else 2.0
         late = not self.taken_at or self.now - self.taken_at[-1] >= between_seconds
@@ -269,6 +279,37 @@ def test_a_closed_file_that_shows_no_end_is_whole_while_its_program_lives() -> N
     assert 39 - saves_stored(played, "out/state.bin") <= 10
     played.open("out/state.bin")
     assert played.end(failed=True) == {"out/state.bin"}
+
+
+@pytest.mark.parametrize("best", [0.0, 0.3])
+@pytest.mark.parametrize("period_seconds", [0.8, 1.4, 2.5])
+def test_many_small_files_that_are_rewritten_in_place_all_the_time_are_stored_and_never_mixed(
+    period_seconds: float, best: float
+) -> None:
+    played = Played(knows_processes=True)
+    chance = random.Random(1)
+    saved_at = [0.0]
+    while played.now < 60:
+        for name in ("last", "best") if chance.random() < best else ("last",):
+            for part in range(6):
+                played.write(f"out/{name}/{part}/model", f"{len(saved_at)}", seconds=0.03)
+        saved_at.append(played.now)
+        played.wait(period_seconds * chance.uniform(0.8, 1.2) - 0.2)
+        for name in ("last", "best"):
+            assert len({saved for path, saved in played.contents.items() if name in path}) <= 1
+        newest = int(played.contents.get("out/last/0/model", "0"))
+        assert played.now - (saved_at[newest + 1 :] or [played.now])[0] <= 15
+
+
+def test_a_file_whose_writer_may_have_been_killed_must_have_been_closed_for_longer() -> None:
+    played = Played(knows_processes=True)
+    played.write("out/model", "1")
+    # A rank was killed, and its launcher lives on.
+    played.all_live_since = 0.3
+    played.wait(0.75)
+    assert played.decision.left_out["out/model"] == "it was being written to"
+    played.wait(0.5)
+    assert played.decision.left_out["out/model"] == "files that belong to it may be missing"
 
 
 def test_a_log_of_any_name_neither_delays_a_save_nor_is_waited_for(played: Played) -> None:

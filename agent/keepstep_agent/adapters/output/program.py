@@ -1,7 +1,12 @@
 """Whether the program that writes to the output directories lives, as /proc shows it beside its runner."""
 
 import os
+from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
+from typing import Final
+
+_MOST_PROCESSES: Final = 1_024
 
 
 def other_children(parent_pid: int | None) -> frozenset[int] | None:
@@ -13,6 +18,20 @@ def other_children(parent_pid: int | None) -> frozenset[int] | None:
         return frozenset(int(child) for child in children if int(child) != os.getpid() and lives(int(child)))
     except OSError:
         return None
+
+
+def family(pids: Iterable[int]) -> frozenset[int]:
+    """Return these processes and those below them that live, as far as their main threads have started them."""
+    found: set[int] = set()
+    waiting = list(pids)
+    while waiting and len(found) < _MOST_PROCESSES:
+        pid = waiting.pop()
+        if pid in found or not lives(pid):
+            continue
+        found.add(pid)
+        with suppress(OSError):
+            waiting += map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
+    return frozenset(found)
 
 
 def lives(pid: int) -> bool:

@@ -4,6 +4,7 @@ A program writes a file in one of a few ways, and each leaves traces. `FileState
 table of which state needs which proof (docs/design/0027). Times are seconds of a monotonic clock.
 """
 
+import math
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
@@ -15,10 +16,8 @@ QUIET_SECONDS: Final = 2.0
 CLOSED_SECONDS: Final = 1.0
 """For so long a file must have been closed: a process that was killed closes its files too, and its launcher may live
 for a moment."""
-_STATUS_SECONDS: Final = 10.0
-_STATUS_BYTES: Final = 64 * 1024
-"""A file that is no longer than this and was written to for so long without a rest shows how its program fares: no part
-of a save takes so long."""
+_CLOSED_BY_LIVING_SECONDS: Final = 0.25
+"""The same where each process of the program that lived before the write has outlived it."""
 _APPENDS: Final = 2
 # How long a file must have grown without a rest to count as a log, and how fast at most.
 _LOGS: Final = ((20.0, 64 * 1024), (120.0, 1024 * 1024))
@@ -105,7 +104,7 @@ class TrackedFile:
     is_open: bool | None = None
     closed: bool = False
     rewritten: bool = False
-    # Since when it has been written to without a rest, as long as it was short.
+    # Since when it has been written to without a rest.
     _restless_since: float | None = None
     # How often it was at rest and then had more bytes, and how it grows without a rest.
     _appends: int = 0
@@ -125,7 +124,7 @@ class TrackedFile:
             self.change = FileState.WRITTEN_IN_PLACE
             self._no_log()
         self.rewritten = is_same_file and (self.rewritten or was_at_rest)
-        if not is_same_file or was_at_rest or seen.size_bytes > _STATUS_BYTES:
+        if not is_same_file or was_at_rest:
             self._restless_since = None
         elif self._restless_since is None:
             self._restless_since = at
@@ -134,10 +133,14 @@ class TrackedFile:
         self.seen, self.written_at = seen, at
         self.closed, self.is_open = False, None
 
-    def examined(self, evidence: Evidence, *, at: float, lives: bool) -> None:
-        """Note what an examination has shown. `lives`: the program was alive after it."""
+    def examined(self, evidence: Evidence, *, at: float, lives: bool, all_live_since: float = math.inf) -> None:
+        """Note what an examination has shown. `lives`: the program was alive after it.
+
+        `all_live_since`: no process that was one of the program's then, or since, has ended.
+        """
         self.proof, self.reason, self.is_open = evidence.proof, evidence.reason, evidence.is_open
-        if evidence.is_open is False and lives and at - self.written_at >= CLOSED_SECONDS:
+        least_seconds = _CLOSED_BY_LIVING_SECONDS if all_live_since < self.written_at else CLOSED_SECONDS
+        if evidence.is_open is False and lives and at - self.written_at >= least_seconds:
             self.closed = True
         if evidence.proof is not Proof.NONE or evidence.only_grew is False:
             self._no_log()
@@ -162,9 +165,13 @@ class TrackedFile:
         return is_whole(self.state(at), self.proof)
 
     def stands_alone(self, at: float) -> bool:
-        """Whether nothing that is written beside it belongs to it: it is a log, a database or a status file."""
-        is_status = self._restless_since is not None and self.written_at - self._restless_since >= _STATUS_SECONDS
-        return self.state(at) is FileState.LOG or self.proof is Proof.ANY_INSTANT or is_status
+        """Whether it is whole whatever is written beside it: it is a log or a database."""
+        return self.state(at) is FileState.LOG or self.proof is Proof.ANY_INSTANT
+
+    @property
+    def restless_seconds(self) -> float:
+        """How long it was written to without a rest."""
+        return 0.0 if self._restless_since is None else self.written_at - self._restless_since
 
     @property
     def is_settled(self) -> bool:

@@ -5,6 +5,7 @@ stored version (`write_groups`). What stands alone neither delays a group nor is
 monotonic clock, and a look is one scan. See docs/design/0027.
 """
 
+import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,6 +30,10 @@ _SETTLED_SECONDS: Final = QUIET_SECONDS + LATE_SECONDS
 _PASSING_SECONDS: Final = 0.5
 """A file that was deleted so shortly after it was written was a lock or a temporary one, and no part of a save."""
 _REMEMBERED_SECONDS: Final = 60.0
+_STATUS_BYTES: Final = 64 * 1024
+_STATUS_SECONDS: Final = 10.0
+"""A file that is no longer than this and was written to for so long without a rest shows how its program fares, if no
+other file is written like it."""
 _MOST_WRITES: Final = 20_000
 _MOST_GROUPS: Final = 64
 
@@ -105,6 +110,8 @@ class OutputHistory:
         self._waiting: dict[str, float] = {}
         self._waiting_since: float | None = None
         self._links_changed_at = float("-inf")
+        # The file that shows how the program fares, if there is one.
+        self._status = ""
         # What was found unstored of which look: most looks show what the one before did, of thousands of files.
         self._compared: tuple[Mapping[str, Fingerprint], Mapping[str, Fingerprint]] = ({}, {})
         self._unstored: Sequence[str] = ()
@@ -127,9 +134,19 @@ class OutputHistory:
         return found
 
     def note(
-        self, scan: OutputScan, evidence: Mapping[str, Evidence], *, at: float, unix_at: float, lives: bool
+        self,
+        scan: OutputScan,
+        evidence: Mapping[str, Evidence],
+        *,
+        at: float,
+        unix_at: float,
+        lives: bool,
+        all_live_since: float = math.inf,
     ) -> None:
-        """Take note of a look and of what the examination has shown. `lives`: the program was alive after it."""
+        """Take note of a look and of what the examination has shown. `lives`: the program was alive after it.
+
+        `all_live_since`: no process that was one of the program's then, or since, had ended after it.
+        """
         before = self._scan.files
         changed = self._differing(before, scan.files)
         gone = before.keys() - scan.files.keys()
@@ -154,14 +171,21 @@ class OutputHistory:
         for path in gone:
             file = self._files.pop(path, None)
             is_passing = file is not None and path in self._waiting and at - file.written_at < _PASSING_SECONDS
-            if path in sources or is_passing or (file is not None and file.stands_alone(at)):
+            if path in sources or is_passing or (file is not None and self._stands_alone(path, file, at)):
                 self._last_writes.pop(path, None)
         if self._looked_at > float("-inf") and self._scan.links != scan.links:
             self._links_changed_at = at
         for path, shown in evidence.items():
             if (file := self._files.get(path)) is not None and file.seen == scan.files.get(path):
-                file.examined(shown, at=at, lives=lives)
+                file.examined(shown, at=at, lives=lives, all_live_since=all_live_since)
         self._scan, self._looked_at = scan, at
+        # One that is restless for half as long may be a part of the same saves.
+        restless = [path for path, file in self._files.items() if file.restless_seconds >= _STATUS_SECONDS / 2]
+        is_status = len(restless) == 1 and (
+            self._files[restless[0]].restless_seconds >= _STATUS_SECONDS
+            and self._files[restless[0]].seen.size_bytes <= _STATUS_BYTES
+        )
+        self._status = restless[0] if is_status else ""
 
     def decide(
         self, stored: Mapping[str, Fingerprint], links: Mapping[str, str], end: ProgramEnd | None = None
@@ -281,7 +305,7 @@ class OutputHistory:
         for path, file in files.items():
             if file.proof is Proof.ANY_INSTANT:
                 together[path] = databases.setdefault(database_of(path), -1 - len(databases))
-        grouped = frozenset(path for path, file in files.items() if not file.stands_alone(cut_at))
+        grouped = frozenset(path for path, file in files.items() if not self._stands_alone(path, file, cut_at))
         for number, (group, before, next_at, paths) in enumerate(self._groups(grouped)):
             together.update(dict.fromkeys(paths, number))
             states = {path: files[path].state(cut_at) for path in paths}
@@ -328,7 +352,10 @@ class OutputHistory:
     def _counts(self, path: str) -> bool:
         """Whether a write belongs to a group: not that of a file that turned out to stand alone."""
         file = self._files.get(path)
-        return file is None or not file.stands_alone(self._looked_at)
+        return file is None or not self._stands_alone(path, file, self._looked_at)
+
+    def _stands_alone(self, path: str, file: TrackedFile, at: float) -> bool:
+        return path == self._status or file.stands_alone(at)
 
     def _forget(self, unstored: frozenset[str], at: float) -> None:
         """Forget what is stored, but for the kinds of its groups and for files that are written in place."""

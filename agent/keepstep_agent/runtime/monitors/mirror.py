@@ -22,7 +22,7 @@ from keepstep_agent.adapters.output.announced_paths import AnnouncedPaths
 from keepstep_agent.adapters.output.directory_hints import DirectoryHints
 from keepstep_agent.adapters.output.file_prober import FileProber
 from keepstep_agent.adapters.output.output_directories import OutputDirectories
-from keepstep_agent.adapters.output.program import other_children
+from keepstep_agent.adapters.output.program import family, other_children
 from keepstep_agent.adapters.records import recorded_save
 from keepstep_agent.core.agent import disk_pressure, drain
 from keepstep_agent.core.agent.announcements import check_announcement
@@ -71,6 +71,9 @@ class Mirror:
         self._parent_pid = parent_pid
         self._alive_at, self._died = time.time(), False
         self._program_pids: frozenset[int] = frozenset()
+        # All processes of the program at the last look, and since when none of them has ended; monotonic.
+        self._family: frozenset[int] = frozenset()
+        self._all_live_since = math.inf
         self._engine = engine
         self._settings = settings
         self._clock = clock
@@ -272,6 +275,9 @@ class Mirror:
             self._alive_at, self._died = now, False
         else:
             self._died = True
+        before, self._family = self._family, family(children or ())
+        if not before or not before <= self._family:
+            self._all_live_since = time.monotonic() if self._family else math.inf
         return lives
 
     async def _pause(self) -> None:
@@ -322,7 +328,8 @@ class Mirror:
         evidence = self._prober.examine(history.to_examine(scan, self._snapshots.stored))
         # After both: a program that has died since may have left half a checkpoint, which looks closed.
         lives = lives and self._program_lives()
-        history.note(scan, evidence, at=at, unix_at=unix_at, lives=lives)
+        since = self._all_live_since if lives else math.inf
+        history.note(scan, evidence, at=at, unix_at=unix_at, lives=lives, all_live_since=since)
         links = self._snapshots.base.links if self._planned_links is None else self._planned_links
         decision = history.decide(self._snapshots.stored, links, end)
         self._look_cpu_seconds = time.thread_time() - began
