@@ -34,6 +34,23 @@ async def test_a_restarted_container_finds_its_directory_as_it_left_it(store: Fa
     assert "get_into" not in {method for method, _ in store.calls}
 
 
+async def test_what_is_left_alone_counts_as_unread_and_stays_in_the_order_of_its_changes(
+    store: FakeStore, volume: Path
+) -> None:
+    await store_snapshot(store, 1000, FILES)
+    await restored(store, volume)
+    in_order = [
+        volume / path for path in ("out/empty", "out/run-1/model.bin", "out/ckpt.pt", "out/run-1/logs/train.log")
+    ]
+    for path in in_order:
+        path.read_bytes()
+        path.chmod(0o600)
+    await restored(store, volume)
+    looks = [path.stat() for path in in_order]
+    assert [look.st_atime_ns - look.st_mtime_ns for look in looks] == [0] * len(in_order)
+    assert [look.st_ctime_ns for look in looks] == sorted(look.st_ctime_ns for look in looks)
+
+
 @pytest.mark.parametrize("newest", [999, 1000])
 async def test_a_snapshot_that_is_no_newer_than_the_volumes_own_replaces_nothing(
     newest: int, store: FakeStore, volume: Path

@@ -157,12 +157,21 @@ class OutputFiles:
             return False
 
     def mark_unread(self, paths: Iterable[str]) -> None:
-        """Set the time of the last read of files to that of the last write, so that a later read shows."""
-        for above, together in groupby(sorted(paths), key=folder_of):
-            with suppress(OSError), self._folder(above) as folder:
-                for name in map(_name_of, together):
-                    with suppress(OSError):
-                        set_read_time(folder, name)
+        """Set the time of the last read of files to that of the last write, so that a later read shows.
+
+        That counts as a change of each file, so the files are taken in the order in which they were changed last:
+        programs look for the newest.
+        """
+        found: list[tuple[int, str]] = []
+        is_read = False
+        for path in paths:
+            with suppress(OSError), self._folder(folder_of(path)) as folder:
+                status = folder.status(_name_of(path))
+                found.append((status.st_ctime_ns, path))
+                is_read |= status.st_atime_ns != status.st_mtime_ns
+        for _, path in sorted(found) if is_read else ():
+            with suppress(OSError), self._folder(folder_of(path)) as folder:
+                set_read_time(folder, _name_of(path))
 
     def strays(self, base: MirrorBase, left_out: Collection[str]) -> list[Path]:
         """Return what lies in the directories of a base's snapshot, and is neither its nor a log."""
