@@ -268,14 +268,13 @@ def idle_watch(folder: Path, server: Server, scenario: Scenario) -> Idle:
 class Fast:
     """A program that saves faster than its store takes it.
 
-    `staged_bytes`: the most that snapshots held on the volume. `is_newest_last`: what was stored last is what the
-    program saved last. `warnings`: how often the agent said that the store is slow.
+    `staged_bytes`: the most that snapshots held on the volume. `warnings`: how often the agent said that the store is
+    slow.
     """
 
     saves: int
     snapshots: int
     staged_bytes: int
-    is_newest_last: bool
     warnings: int
 
 
@@ -312,7 +311,6 @@ def fast_saver(folder: Path, scenario: Scenario) -> Fast:
             saves=saves,
             snapshots=len(agent.log("checkpoint.committed")),
             staged_bytes=most_bytes,
-            is_newest_last=True,
             warnings=len(agent.log("snapshot.store_is_slow")),
         )
 

@@ -1,12 +1,13 @@
 """Which living children a process has besides this one."""
 
+import os
 import subprocess
 import sys
 
 from tests.harness.agent_process import wait_until
 from tests.harness.bounds import HANG_SECONDS
 
-from keepstep_agent.adapters.output.program import family, other_children
+from keepstep_agent.adapters.output.program import living_below, other_children
 
 
 def test_a_child_that_has_ended_counts_no_more_although_nobody_has_waited_for_it() -> None:
@@ -34,24 +35,38 @@ def test_without_a_parent_to_ask_for_there_is_no_doubt() -> None:
     assert other_children(gone.pid) is None, "the kernel does not say"
 
 
-def test_the_family_of_a_program_is_all_that_live_of_it() -> None:
+def test_what_lives_below_a_process_is_told_with_all_that_it_has_started_itself() -> None:
     code = """if True:
-        import subprocess, sys
-        child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-        print(child.pid, flush=True)
-        input()
-        child.kill()
-        print("killed", flush=True)
-        input()
+        import subprocess, sys, threading
+
+        def start_and_stay():
+            # What a thread has started that has ended is moved to the main thread.
+            child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+            print(child.pid, flush=True)
+            commands.readline()
+            child.kill()
+            print("killed", flush=True)
+            commands.readline()
+            child.wait()
+
+        commands = sys.stdin
+        starting = threading.Thread(target=start_and_stay)
+        starting.start()
+        starting.join()
     """
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as program:
         assert program.stdin is not None
         assert program.stdout is not None
+
+        def below() -> set[int]:
+            return set(living_below(os.getpid(), besides=None)) & {program.pid, child}
+
         child = int(program.stdout.readline())
-        assert family([program.pid]) == {program.pid, child}
+        assert below() == {program.pid, child}
+        assert child not in living_below(os.getpid(), besides=program.pid)
         program.stdin.write(b"\n")
         program.stdin.flush()
         program.stdout.readline()
-        wait_until(lambda: family([program.pid]) == {program.pid}, HANG_SECONDS, "the child has ended")
+        wait_until(lambda: below() == {program.pid}, HANG_SECONDS, "the child has ended")
         program.stdin.close()
-    assert family([program.pid]) == frozenset()
+    assert below() == set()

@@ -147,3 +147,22 @@ def test_what_a_framework_writes_is_claimed_before_its_first_file(
         run.close()
     assert seen == [["out/checkpoint-1"]]
     assert claims(tmp_path) == []
+
+
+def test_what_a_framework_writes_that_nobody_will_announce_is_not_claimed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Snapshots leave out for good what was ever claimed, so such a checkpoint would be nowhere."""
+    monkeypatch.setenv(names.ENV_VOLUME, str(tmp_path))
+    run = FrameworkRun.current()
+    seen: list[list[str]] = []
+    place = tmp_path / "out" / "checkpoint-1"
+    try:
+        with pytest.raises(SystemExit):
+            run.leave(together=False)
+        run.save(place, 1, lambda _: seen.append(claims(tmp_path)), asynchronous=False)
+        with run.claimed(place):
+            seen.append(claims(tmp_path))
+    finally:
+        run.close()
+    assert seen == [[], []]

@@ -251,6 +251,6 @@ async def test_a_store_that_does_not_tell_passes_nothing_over(kind: ErrorKind, j
     snapshots = await list_snapshots(job.store)
     for method in ("list", "get"):
         job.store.fail(method, kind, times=3)
-        assert await passed_over(job.store, snapshots, "node-0", node_rank=0, after=3) == {}
+        assert await passed_over(job.store, snapshots, node_rank=0, after=3) == {}
         job.store._failures.clear()
-    assert list(await passed_over(job.store, snapshots, "node-0", node_rank=0, after=3)) == ["node-0-3"]
+    assert list(await passed_over(job.store, snapshots, node_rank=0, after=3)) == ["node-0-3"]

@@ -41,7 +41,9 @@ def test_a_restore_leaves_what_it_did_and_each_is_told_from_the_last(tmp_path: P
     assert (found.resumed, found.step, found.save) == (Resumed.SAVE, 100, "0123abcd-000100")
     lazy = restored(tmp_path, "--restore=lazy")
     assert (lazy.resumed, lazy.step) == (Resumed.UNKNOWN, 0)
-    assert len({nothing.start, found.start, lazy.start}) == 3
+    off = restored(tmp_path, "--restore=off")
+    assert (off.resumed, off.save) == (Resumed.UNKNOWN, "")
+    assert len({nothing.start, found.start, lazy.start, off.start}) == 4
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"[" * 50_000, b"x" * 100_000, b'{"began_at": -1}'])

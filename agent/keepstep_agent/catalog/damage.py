@@ -15,6 +15,7 @@ from keepstep_agent.catalog.ledger import decode_object, newest_objects
 from keepstep_agent.catalog.object_reads import DAMAGE, REFUSALS, for_each, get_whole, if_there, read_object
 from keepstep_agent.core.errors import StoreError
 from keepstep_agent.core.limits import LEDGER_BYTES, LEDGER_OBJECTS_BYTES
+from keepstep_agent.core.mirror.base import series_of
 from keepstep_agent.core.policies.restore_choice import CommittedSave, failed_in_a_row
 from keepstep_agent.core.stored.ledger import AgentLife, joined_lives
 from keepstep_agent.core.stored.object_layout import DAMAGED_PREFIX, damage_key, parse_note_key, passed_over_key
@@ -69,12 +70,12 @@ async def read_damage(store: StoreReader, save: str) -> str:
 
 
 async def passed_over(
-    store: StoreWriter, snapshots: Mapping[str, Sequence[CommittedSave]], own: str, *, node_rank: int, after: int
+    store: StoreWriter, snapshots: Mapping[str, Sequence[CommittedSave]], *, node_rank: int, after: int
 ) -> Mapping[str, str]:
     """Return why snapshots are passed over, by save; none of a series of which all would be.
 
-    Those that have a note, and that of the series `own` with which the last `after` starts of its node failed early. A
-    store that does not tell is no reason to restore nothing: then none is.
+    Those that have a note, and that of this node with which its last `after` starts failed early. A store that does not
+    tell is no reason to restore nothing: then none is.
     """
     if not after or not snapshots:
         return {}
@@ -86,7 +87,8 @@ async def passed_over(
         _log.warning("restore.passes_nothing_over", error=str(error) or "the store did not answer in time")
         return {}
     reasons = dict.fromkeys(noted, f"programs that resumed from it have failed within a minute; {_HINT}")
-    is_new = count >= after and save not in noted and save in {one.save for one in snapshots.get(own, ())}
+    own = {one.save for one in snapshots.get(series_of(node_rank), ())}
+    is_new = count >= after and save in own - noted
     if is_new:
         reasons[save] = f"{count} starts in a row that resumed from it have failed within a minute; {_HINT}"
     skipped: dict[str, str] = {}

@@ -134,7 +134,7 @@ async def restore_snapshots(
         )
         base = await restoring.on_disk(partial(read_base, volume, state_directory))
         own = series_of(node_rank)
-        skipped = await passed_over(store, committed, own, node_rank=node_rank, after=fall_back_after)
+        skipped = await passed_over(store, committed, node_rank=node_rank, after=fall_back_after)
         try:
             if _falls_back(base, committed.get(own, ()), skipped):
                 output = OutputDirectories(volume, directories)

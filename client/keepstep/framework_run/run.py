@@ -11,7 +11,7 @@ import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Final, NoReturn, TypeVar
@@ -214,7 +214,7 @@ class FrameworkRun:
 
     def claimed(self, path: Path) -> AbstractContextManager[None]:
         """Claim a checkpoint while it is written: the agent's directory watch might take it for complete too early."""
-        return self._session.claimed(path)
+        return nullcontext() if self._given_up else self._session.claimed(path)
 
     def announce_written(self, path: Path, step: int, kind: Kind | None = None) -> bool:
         """Announce the checkpoint `path`, which was written there without `save`. Waits until all ranks have it.
@@ -308,9 +308,9 @@ class FrameworkRun:
         if outside is not None:
             self._prepare_outside(outside)
         with ExitStack() as claim:
-            if recorded:
-                claim.enter_context(self.claimed(path))
             pending = self._begin(path, step, None)
+            if recorded and pending is not None:
+                claim.enter_context(self.claimed(path))
             path = path if outside is None else self.directories.in_volume(path.parent) / path.name
             publication = None if pending is None else self._publication(pending, path)
             self._saved = self._last = saved = UnannouncedSave(

@@ -8,6 +8,7 @@ under `keepstep run`.
 import os
 import stat
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
@@ -61,31 +62,26 @@ class OutputDirectories:
         which saves memory.
         """
         left_out = {*left_out, *unannounced}
-        files: dict[str, Fingerprint] = {}
-        settled: set[str] = set()
-        links: dict[str, str] = {}
-        problems: dict[str, str] = {}
-        changed: dict[str, str] = {}
+        found = _Found()
         missing: set[str] = set()
         for label in self._directories:
             if label in left_out:
                 continue
             try:
                 with self.folder(label) as top:
-                    _scan(top, f"{label}/", left_out, before, files, settled, links, problems, changed)
+                    _scan(top, f"{label}/", left_out, before, found)
             except FileNotFoundError:
                 missing.add(label)
             except OSError as error:
-                problems[label] = f"it cannot be read: {error.strerror}"
-        links = {path: self._relative(path, target) for path, target in links.items()}
+                found.problems[label] = f"it cannot be read: {error.strerror}"
         return OutputScan(
-            files=files,
-            settled=frozenset(settled),
-            links=links,
-            problems=problems,
+            files=found.files,
+            settled=frozenset(found.settled),
+            links={path: self._relative(path, target) for path, target in found.links.items()},
+            problems=found.problems,
             missing=frozenset(missing),
             unannounced=unannounced,
-            comes_back_changed=changed,
+            comes_back_changed=found.changed,
         )
 
     def _relative(self, path: str, target: str) -> str:
@@ -138,6 +134,17 @@ class OutputDirectories:
         return found != 1
 
 
+@dataclass(slots=True)
+class _Found:
+    """What a scan has found so far, as in `OutputScan`."""
+
+    files: dict[str, Fingerprint] = field(default_factory=dict)
+    settled: set[str] = field(default_factory=set)
+    links: dict[str, str] = field(default_factory=dict)
+    problems: dict[str, str] = field(default_factory=dict)
+    changed: dict[str, str] = field(default_factory=dict)
+
+
 def _loss(status: os.stat_result) -> str:
     """Return how a file comes back, if not as it is; else ""."""
     mode = status.st_mode
@@ -158,11 +165,7 @@ def _scan(
     prefix: str,
     left_out: Collection[str],
     before: Mapping[str, Fingerprint],
-    files: dict[str, Fingerprint],
-    settled: set[str],
-    links: dict[str, str],
-    problems: dict[str, str],
-    changed: dict[str, str],
+    found: _Found,
 ) -> None:
     skipped = tuple(f"{path}/" for path in left_out)
     # The first name of each file that has several. One of them may be a pin of ours.
@@ -170,14 +173,14 @@ def _scan(
 
     def unreadable(where: str, error: OSError) -> None:
         if not isinstance(error, FileNotFoundError):
-            problems[f"{prefix}{where}".rstrip("/")] = f"it cannot be read: {error.strerror}"
+            found.problems[f"{prefix}{where}".rstrip("/")] = f"it cannot be read: {error.strerror}"
 
     for below, opened, entries in folder.walk(unreadable):
         here = prefix + below
         if _is_keepsteps_own(below) or (skipped and here.startswith(skipped)):
             continue
         if below and not entries:
-            changed.setdefault(_EMPTY, here.rstrip("/"))
+            found.changed.setdefault(_EMPTY, here.rstrip("/"))
         for entry in entries:
             path = here + entry.name
             if path in left_out or entry.name == PARTIAL or entry.is_dir(follow_symlinks=False):
@@ -185,15 +188,17 @@ def _scan(
             try:
                 status = entry.stat(follow_symlinks=False)
                 if stat.S_ISLNK(status.st_mode):
-                    links[path] = opened.read_link(entry.name)
+                    found.links[path] = opened.read_link(entry.name)
                     continue
             except OSError:
                 # It has just been removed.
                 continue
             if not stat.S_ISREG(status.st_mode):
                 continue
-            if len(files) == FILES_PER_RANK:
-                problems[prefix.rstrip("/")] = f"it has more than {FILES_PER_RANK:,} files: the others are not stored"
+            if len(found.files) == FILES_PER_RANK:
+                found.problems[prefix.rstrip("/")] = (
+                    f"it has more than {FILES_PER_RANK:,} files: the others are not stored"
+                )
                 return
             known = before.get(path)
             if known is None or (known.size_bytes, known.mtime_ns, known.inode) != (
@@ -202,10 +207,10 @@ def _scan(
                 status.st_ino,
             ):
                 if (known is None or known.inode != status.st_ino) and status.st_ctime_ns > status.st_mtime_ns:
-                    settled.add(path)
+                    found.settled.add(path)
                 known = fingerprint(status)
                 if loss := _loss(status):
-                    changed.setdefault(loss, path)
-            files[path] = known
+                    found.changed.setdefault(loss, path)
+            found.files[path] = known
             if status.st_nlink > 1 and names.setdefault(status.st_ino, path) != path:
-                changed.setdefault(_SECOND_NAME, path)
+                found.changed.setdefault(_SECOND_NAME, path)

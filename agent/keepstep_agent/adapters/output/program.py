@@ -1,12 +1,15 @@
-"""Whether the program that writes to the output directories lives, as /proc shows it beside its runner."""
+"""Which processes live below another one, as /proc shows them: of the program that writes to the output directories."""
 
 import os
-from collections.abc import Iterable
-from contextlib import suppress
+from collections import deque
+from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Final
 
-_MOST_PROCESSES: Final = 1_024
+_PROCESSES: Final = Path("/proc")
+_MOST_PROCESSES: Final = 4096
+_MOST_THREADS: Final = 64
 
 
 def other_children(parent_pid: int | None) -> frozenset[int] | None:
@@ -20,18 +23,26 @@ def other_children(parent_pid: int | None) -> frozenset[int] | None:
         return None
 
 
-def family(pids: Iterable[int]) -> frozenset[int]:
-    """Return these processes and those below them that live, as far as their main threads have started them."""
-    found: set[int] = set()
-    waiting = list(pids)
-    while waiting and len(found) < _MOST_PROCESSES:
-        pid = waiting.pop()
-        if pid in found or not lives(pid):
-            continue
-        found.add(pid)
-        with suppress(OSError):
-            waiting += map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
-    return frozenset(found)
+def children(pid: int) -> Iterator[int]:
+    """Yield the children that the process's threads have started."""
+    try:
+        for task in islice((_PROCESSES / str(pid) / "task").iterdir(), _MOST_THREADS):
+            yield from map(int, (task / "children").read_text().split())
+    except OSError:
+        return
+
+
+def living_below(pid: int, *, besides: int | None) -> Iterator[int]:
+    """Yield the processes that live below this one, except for `besides` and what is below that."""
+    waiting = deque(children(pid))
+    for _ in range(_MOST_PROCESSES):
+        if not waiting:
+            return
+        below = waiting.popleft()
+        if below != besides:
+            waiting.extend(children(below))
+            if lives(below):
+                yield below
 
 
 def lives(pid: int) -> bool:

@@ -84,14 +84,15 @@ def plan_snapshot(
     instead = [base.files[file.path].entry for file in sent if file.path in base.files]
     taken = looks.keys() | scan.links.keys()
     folders = {folder for path in taken for folder in folders_above(path)}
+    is_left_out = bool(not_stored.keys() - scan.problems.keys() - scan.unannounced)
+    sent_paths = {file.path for file in sent}
     for path in sorted(base.files.keys() - scan.files.keys()):
         # Another file or a link has its name, has taken it for a folder, or lies above it.
         if path in taken or path in folders or not taken.isdisjoint(folders_above(path)):
             continue
-        is_left_out = bool(not_stored.keys() - scan.problems.keys() - scan.unannounced)
         # The log or journal of another version would destroy a database.
-        is_of_new_version = any(file.path == database_of(path) for file in sent)
-        if (is_left_out or path in decision.deleted or scan.is_unknown(path)) and not is_of_new_version:
+        has_new_database = database_of(path) in sent_paths
+        if (is_left_out or path in decision.deleted or scan.is_unknown(path)) and not has_new_database:
             kept.append(base.files[path].entry)
             looks[path] = base.files[path].fingerprint
         else:

@@ -22,7 +22,7 @@ from keepstep_agent.adapters.output.announced_paths import AnnouncedPaths
 from keepstep_agent.adapters.output.directory_hints import DirectoryHints
 from keepstep_agent.adapters.output.file_prober import FileProber
 from keepstep_agent.adapters.output.output_directories import OutputDirectories
-from keepstep_agent.adapters.output.program import family, other_children
+from keepstep_agent.adapters.output.program import living_below, other_children
 from keepstep_agent.adapters.records import recorded_save
 from keepstep_agent.core.agent import disk_pressure, drain
 from keepstep_agent.core.agent.announcements import check_announcement
@@ -72,7 +72,7 @@ class Mirror:
         self._alive_at, self._died = time.time(), False
         self._program_pids: frozenset[int] = frozenset()
         # All processes of the program at the last look, and since when none of them has ended; monotonic.
-        self._family: frozenset[int] = frozenset()
+        self._processes: frozenset[int] = frozenset()
         self._all_live_since = math.inf
         self._engine = engine
         self._settings = settings
@@ -275,9 +275,12 @@ class Mirror:
             self._alive_at, self._died = now, False
         else:
             self._died = True
-        before, self._family = self._family, family(children or ())
-        if not before or not before <= self._family:
-            self._all_live_since = time.monotonic() if self._family else math.inf
+        before, self._processes = (
+            self._processes,
+            frozenset(living_below(self._parent_pid, besides=os.getpid()) if self._parent_pid is not None else ()),
+        )
+        if not before or not before <= self._processes:
+            self._all_live_since = time.monotonic() if self._processes else math.inf
         return lives
 
     async def _pause(self) -> None:

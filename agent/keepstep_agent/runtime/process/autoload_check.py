@@ -16,9 +16,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Final
 
+from keepstep_agent.adapters.output.program import children
 from keepstep_agent.adapters.volume.shared_folders import make_own_folder
 from keepstep_agent.adapters.volume.shared_volume import open_volume
-from keepstep_agent.runtime.process.descendants import children
 from keepstep_api.names import AUTOLOAD_PROCESSES, ENV_AUTOLOAD, ENV_AUTOLOAD_PROCESSES, STATE_DIRECTORY
 
 _PROCESSES: Final = Path("/proc")

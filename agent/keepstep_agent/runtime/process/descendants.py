@@ -4,34 +4,18 @@ import asyncio
 import contextlib
 import ctypes
 import os
-from collections import deque
-from collections.abc import Iterator
-from itertools import islice
-from pathlib import Path
 from typing import Final
 
 import structlog
 
-from keepstep_agent.adapters.output.program import lives
+from keepstep_agent.adapters.output.program import children, lives, living_below
 
-_PROCESSES: Final = Path("/proc")
-_MOST_PROCESSES: Final = 4096
-_MOST_THREADS: Final = 64
 _LOOK_SECONDS: Final = 0.1
 _REAPING_SECONDS: Final = 30.0
 # From linux/prctl.h.
 _SET_CHILD_SUBREAPER: Final = 36
 
 log = structlog.get_logger("keepstep.run")
-
-
-def children(pid: int) -> Iterator[int]:
-    """Yield the children that the process's threads have started."""
-    try:
-        for task in islice((_PROCESSES / str(pid) / "task").iterdir(), _MOST_THREADS):
-            yield from map(int, (task / "children").read_text().split())
-    except OSError:
-        return
 
 
 def adopt_orphans() -> None:
@@ -56,7 +40,7 @@ class Descendants:
 
     def __init__(self, *, besides: int | None) -> None:
         self._besides = besides
-        self._there = frozenset(self._living())
+        self._there = frozenset(living_below(os.getpid(), besides=self._besides))
 
     async def ended(self, seconds: float) -> list[int] | None:
         """Wait until they all have ended; return the exit codes of those that outlived their parents meanwhile.
@@ -65,7 +49,7 @@ class Descendants:
         """
         loop = asyncio.get_running_loop()
         give_up_at = loop.time() + seconds
-        left = self._there & set(self._living())
+        left = self._there & set(living_below(os.getpid(), besides=self._besides))
         outlived, said = left, False
         while True:
             if not left:
@@ -77,18 +61,7 @@ class Descendants:
                 said = True
                 log.warning("run.waits_for_processes", pids=sorted(left), at_most_seconds=round(seconds, 1))
             await asyncio.sleep(_LOOK_SECONDS)
-            left = left & set(self._living())
-
-    def _living(self) -> Iterator[int]:
-        waiting = deque(children(os.getpid()))
-        for _ in range(_MOST_PROCESSES):
-            if not waiting:
-                return
-            pid = waiting.popleft()
-            if pid != self._besides:
-                waiting.extend(children(pid))
-                if lives(pid):
-                    yield pid
+            left = left & set(living_below(os.getpid(), besides=self._besides))
 
 
 def _reaped(pid: int) -> int | None:
