@@ -27,6 +27,7 @@ machine the agent looks late."""
 RESTLESS_PACE: Final = {"STEP_SECONDS": "0.3", "WRITE_SECONDS": "0.03"}
 """Without a rest as long as the one after which a program counts as quiet."""
 SLOW_PACE: Final = {**PACE, "WRITE_SECONDS": "0.2"}
+VERY_SLOW_WRITES: Final = {"WRITE_SECONDS": "2"}
 # They bound a hang and judge no speed.
 _WAIT_SECONDS: Final = 400.0
 _LATE_SECONDS: Final = 4.0
@@ -35,8 +36,9 @@ _MOST_CHANGES: Final = 6
 
 
 class Moment(StrEnum):
-    """When a program is killed. All but the first two are after a snapshot of this life."""
+    """When a program is killed. All but the first three are after a snapshot of this life."""
 
+    BEGUN_WRITE = "when it has begun to write one of the first checkpoints"
     EARLY_WRITE = "while it writes one of the first checkpoints"
     JUST_SAVED = "when one of the first saves is complete"
     WRITE = "while it writes a checkpoint"
@@ -248,6 +250,10 @@ def _while_writing(run: RunProcess, output: Path, chance: random.Random) -> None
     _wait(run, changed, "its files change")
 
 
+def _begun_write(run: RunProcess, _: Path, __: random.Random) -> None:
+    _wait(run, lambda: len(_said(run, "saving")) > len(_said(run, "saved")), "it saves")
+
+
 def _early_write(run: RunProcess, output: Path, chance: random.Random) -> None:
     saves = len(_said(run, "saved")) + chance.randrange(2)
     _wait(run, lambda: len(_said(run, "saved")) >= saves, "it saves")
@@ -265,6 +271,7 @@ def _any_moment(run: RunProcess, output: Path, chance: random.Random) -> None:
 
 
 _MOMENTS: Final = {
+    Moment.BEGUN_WRITE: _begun_write,
     Moment.EARLY_WRITE: _early_write,
     Moment.JUST_SAVED: _just_saved,
     Moment.WRITE: _while_writing,
