@@ -45,6 +45,33 @@ warnings.warn("a library is unhappy", RuntimeWarning)
 """
 
 
+_COMPLAIN = """
+import asyncio, logging
+from keepstep_agent.runtime.engine.logs import configure_logs
+configure_logs("json")
+logging.getLogger("a.library").warning("%s is slow", "it")
+logging.getLogger("a.library").info("not worth a line")
+
+async def main():
+    async def fails():
+        raise ValueError("nobody waits for this")
+    asyncio.create_task(fails())
+    await asyncio.sleep(0)
+
+asyncio.run(main())
+"""
+
+
+def test_what_libraries_log_are_lines_like_others() -> None:
+    command = (sys.executable, "-c", _COMPLAIN)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=HANG_SECONDS, check=True)
+    slow, lost = map(json.loads, ended.stderr.splitlines())
+    assert (slow["event"], slow["level"], slow["library"]) == ("python.log", "warning", "a.library")
+    assert slow["message"] == "it is slow"
+    assert (lost["event"], lost["level"], lost["library"]) == ("python.log", "error", "asyncio")
+    assert "ValueError: nobody waits for this" in lost["exception"]
+
+
 def test_a_warning_of_pythons_is_a_line_like_others() -> None:
     command = (sys.executable, "-c", _WARN)
     ended = subprocess.run(command, capture_output=True, text=True, timeout=HANG_SECONDS, check=True)

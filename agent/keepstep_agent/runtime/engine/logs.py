@@ -17,7 +17,7 @@ from keepstep_agent.core.errors import printable
 
 
 def configure_logs(log_format: str) -> None:
-    """Log one line per event on stderr, also of Python's warnings: a constant event name and its fields."""
+    """Log one line per event on stderr, also of warnings and of libraries: a constant event name and its fields."""
     renderers: list[structlog.typing.Processor] = (
         [structlog.processors.JSONRenderer()]
         if log_format == "json"
@@ -36,6 +36,21 @@ def configure_logs(log_format: str) -> None:
         cache_logger_on_first_use=False,
     )
     warnings.showwarning = _log_warning
+    logging.basicConfig(handlers=[_LibraryLines()])
+
+
+class _LibraryLines(logging.Handler):
+    """What libraries log, warnings and worse, as lines like all others."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        line = structlog.get_logger("keepstep.python")
+        write = line.error if record.levelno >= logging.ERROR else line.warning
+        try:
+            message = record.getMessage()
+        except Exception:
+            self.handleError(record)
+            return
+        write("python.log", library=record.name, message=message, exc_info=record.exc_info)
 
 
 def _log_warning(
