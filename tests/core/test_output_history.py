@@ -15,6 +15,7 @@ import pytest
 from keepstep_agent.core.mirror.file_states import Evidence, Proof
 from keepstep_agent.core.mirror.output_history import Decision, OutputHistory, ProgramEnd
 from keepstep_agent.core.mirror.output_scan import OutputScan, is_log
+from keepstep_agent.core.mirror.write_groups import kinds_of
 from keepstep_agent.core.model import Fingerprint
 
 LOOK_SECONDS = 0.25
@@ -479,6 +480,74 @@ def test_a_save_with_fewer_files_than_before_is_stored_a_little_later(played: Pl
     assert played.decision.left_out == {"out/step-2/a": "files that belong to it may be missing"}
     played.wait(6)
     assert played.contents["out/step-2/a"] == "2"
+
+
+def test_the_first_save_after_a_snapshot_of_two_is_stored_although_the_program_never_rests() -> None:
+    """As seen with litgpt: all files of the last snapshot seemed to be one save."""
+    before = kinds_of(f"out/step-{step}/{name}" for step in (10, 20) for name in ("model", "config"))
+    played = Played(history=OutputHistory({}, [before]))
+    for step in range(3, 14):
+        for name in ("model", "config"):
+            played.write(f"out/step-{step}0/{name}", str(step), seconds=0.05)
+        played.wait(1.2)
+    assert {"out/step-30/model", "out/step-30/config"} <= played.contents.keys()
+
+
+@pytest.mark.parametrize("rest_seconds", [5.0, 30.0])
+@pytest.mark.parametrize(("gap_seconds", "write_seconds"), [(0.6, 2.0), (0.6, 4.0), (1.5, 1.0), (1.5, 4.0)])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "out/step-{step}/shard-{shard}",
+        "out/step-{step}/rank-{shard}/state",
+        "out/checkpoint-{step}-rank-{shard}",
+        "out/model-0000{shard}-of-00004",
+        "out/{step}/model-0000{shard}-of-00004",
+    ],
+)
+def test_half_a_save_is_never_stored_however_long_it_takes(
+    played: Played, name: str, gap_seconds: float, write_seconds: float, rest_seconds: float
+) -> None:
+    """A large model is gathered before each shard, so a save has pauses in it."""
+    for step in (10, 20, 30):
+        paths = [name.format(step=step, shard=shard) for shard in range(1, 5)]
+        for path in paths:
+            played.write(path, f"{step}" * 16, seconds=write_seconds, pieces=16)
+            assert len({played.contents.get(one) for one in paths}) == 1
+            played.wait(gap_seconds)
+        for _ in range(4):
+            played.wait(rest_seconds / 4)
+            assert len({played.contents.get(one) for one in paths}) == 1
+        assert played.contents[paths[0]] == f"{step}" * 16
+
+
+@pytest.mark.parametrize("period_seconds", [0.8, 1.3, 2.0])
+@pytest.mark.parametrize(
+    ("name", "files"),
+    [
+        ("out/step-{step}0", ["/model", "/config"]),
+        ("out/logs/version_0/epoch={step}-step={step}0", [".ckpt"]),
+        ("out/CKPT+2026-11-28+13-{minute:02}-{second:02}+00", ["/model", "/counter", "/list"]),
+        ("out/ckpt-{step}", ["-rank-0", "-rank-1"]),
+    ],
+)
+def test_saves_with_new_names_are_stored_however_fast_they_are(
+    played: Played, name: str, files: list[str], period_seconds: float
+) -> None:
+    saved_at: list[float] = []
+    newest = 0
+    while played.now < 60:
+        minute, second = divmod(int(played.now), 60)
+        here = name.format(step=len(saved_at) + 1, minute=minute, second=second)
+        for file in files:
+            played.write(f"{here}{file}", f"{len(saved_at)}", seconds=0.05)
+        saved_at.append(played.now)
+        played.wait(period_seconds - 0.05 * len(files))
+        stored = list(played.contents.values())
+        assert all(stored.count(content) == len(files) for content in stored)
+        newest = max(map(int, stored), default=-1)
+        assert newest + 1 == len(saved_at) or played.now - saved_at[newest + 1] < 11
+    assert newest > 0
 
 
 def test_a_deletion_and_another_link_are_changes_too(played: Played) -> None:

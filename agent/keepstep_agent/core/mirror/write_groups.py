@@ -23,11 +23,16 @@ _UNDIVIDED_SECONDS: Final = 6.0
 """A burst that has not lasted so long may be one save, in which a file is rewritten again and again."""
 _SHORTEST_PAUSE_SECONDS: Final = 0.5
 _REPEATED_WRITES: Final = 3
+_NUMBERS_OF_A_TIME: Final = 6
+_RANKS_PER_RANK_SEEN: Final = 2
+_FIRST_RANKS: Final = 8
+"""A number that is not greater may be a rank's or a shard's, as far as those tell that were written before it."""
 _NUMBER: Final = re.compile(r"[0-9]+")
 _HASH: Final = re.compile(r"[0-9a-f]{8}-(?:[0-9a-f]{4}-){3}[0-9a-f]{12}|[0-9a-f]{16,}")
 # What no path has.
 _NUMBER_MARK: Final = "\0"
 _HASH_MARK: Final = "\1"
+_OF: Final = "-of-"
 
 Kinds = Mapping[str, frozenset[tuple[str, ...]]]
 """What was written together: the numbers in the paths of each kind. Paths of one kind differ in numbers and hashes."""
@@ -42,13 +47,26 @@ class Write:
     ended_at: float
 
 
+@dataclass(slots=True, kw_only=True)
+class _Save:
+    """Parts of a burst that are one save. `is_sure`: their names show that, not only that nothing speaks against it."""
+
+    writes: list[Write]
+    is_sure: bool = True
+
+    @property
+    def kinds(self) -> Kinds:
+        return kinds_of(write.path for write in self.writes)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriteGroup:
     """Files that were written together.
 
     Attributes:
         pause_seconds: A pause of this length is the end of such a group.
-        is_regular: No file was written twice, and it begins with the kind of file with which such groups begin.
+        is_regular: Names and order say that it is one save: no file was written twice, it begins with the kind of file
+            with which such groups begin, and its parts are like each other.
         is_repeated: It is one file that was written again and again, and nothing else.
     """
 
@@ -99,7 +117,9 @@ def groups(writes: Sequence[Write]) -> list[WriteGroup]:
         longest_seconds = max(_pauses(burst), default=0.0)
         lasted_seconds = burst[-1].ended_at - min(write.begun_at for write in burst)
         is_divided = longest_seconds >= _SHORTEST_PAUSE_SECONDS and lasted_seconds >= _UNDIVIDED_SECONDS
-        parts = _joined(_divided(burst, longest_seconds / 2 if is_divided else QUIET_SECONDS))
+        saves = _saves(_divided(burst, longest_seconds / 2 if is_divided else QUIET_SECONDS))
+        within_seconds = max((pause for save in saves for pause in _pauses(save.writes)), default=0.0)
+        parts = [save.writes for save in saves]
         for number, part in enumerate(parts):
             begun_at = min(write.begun_at for write in part)
             before_seconds = begun_at - found[-1].ended_at if found else math.inf
@@ -111,38 +131,84 @@ def groups(writes: Sequence[Write]) -> list[WriteGroup]:
                     begun_at=begun_at,
                     ended_at=max(write.ended_at for write in part),
                     pause_seconds=min(
-                        QUIET_SECONDS, (longest_seconds if is_divided or is_repeated else before_seconds) / 2
+                        QUIET_SECONDS,
+                        max(
+                            (longest_seconds if len(saves) > 1 or is_repeated else before_seconds) / 2,
+                            0.0 if is_repeated else within_seconds,
+                        ),
                     ),
-                    is_regular=len(paths) == len(part) and _begins_as_the_first(part, parts[: number + 1]),
+                    is_regular=saves[number].is_sure
+                    and len(paths) == len(part)
+                    and _begins_as_the_first(part, parts[: number + 1]),
                     is_repeated=is_repeated,
                 )
             )
     return found
 
 
-def _joined(parts: Iterable[list[Write]]) -> list[list[Write]]:
-    """Join a part to the one before it if its numbers are no other save's: a rank's files came late."""
-    found: list[list[Write]] = []
+def _saves(parts: Iterable[Sequence[Write]]) -> list[_Save]:
+    """Join a part to the one before it unless its names show that another save has begun."""
+    found: list[_Save] = []
     known: dict[str, set[tuple[str, ...]]] = {}
     columns_known: dict[str, list[set[str]]] = {}
     for part in parts:
         kinds = kinds_of(write.path for write in part)
+        # A rank's files came late.
         is_late = all(
             kind in known
             and numbers.isdisjoint(known[kind])
             and not any(map(set.isdisjoint, _columns(numbers), columns_known[kind]))
             for kind, numbers in kinds.items()
         )
-        if found and is_late:
-            found[-1].extend(part)
+        if found and (is_late or not _is_other_save(found[-1].writes, part)):
+            found[-1].is_sure &= is_late or not found[-1].kinds.keys().isdisjoint(kinds)
+            found[-1].writes.extend(part)
         else:
-            found.append(part)
+            found.append(_Save(writes=list(part)))
         for kind, numbers in kinds.items():
             known.setdefault(kind, set()).update(numbers)
             columns = columns_known.setdefault(kind, [set() for _ in next(iter(numbers))])
             for column, own in zip(columns, _columns(numbers), strict=True):
                 column |= own
     return found
+
+
+def _is_other_save(save: Sequence[Write], part: Sequence[Write]) -> bool:
+    """Whether the names of a part show that it does not belong to the save before it."""
+    paths, paths_before = ({write.path for write in writes} for writes in (part, save))
+    kinds, kinds_before = kinds_of(paths - paths_before), kinds_of(paths_before)
+    common = kinds.keys() & kinds_before.keys()
+    if any(_other_step(kind, kinds_before[kind], kinds[kind]) for kind in common):
+        return True
+    # An index may be written after each part of a save.
+    return not common and not paths.isdisjoint(paths_before)
+
+
+def _other_step(kind: str, before: frozenset[tuple[str, ...]], numbers: frozenset[tuple[str, ...]]) -> bool:
+    """Whether a number that differs is a step's, or belongs to a time.
+
+    It may be a rank's if it is small, and if there is a number before it in the path that does not differ.
+    """
+    texts = kind.split(_NUMBER_MARK)
+    columns = zip(_columns(before), _columns(numbers), texts[1:], strict=True)
+    differing = [
+        (place, one | other)
+        for place, (one, other, text) in enumerate(columns)
+        if one.isdisjoint(other) and text != _OF
+    ]
+    return any(
+        place == 0
+        or max(map(int, values)) >= _RANKS_PER_RANK_SEEN * len(values) + _FIRST_RANKS
+        or _is_of_a_time(texts, place)
+        for place, values in differing
+    )
+
+
+def _is_of_a_time(texts: Sequence[str], place: int) -> bool:
+    """Whether the name that a number is part of has as many numbers as a date with a time."""
+    before = next((number for number in range(place, 0, -1) if "/" in texts[number]), 0)
+    after = next((number for number in range(place + 1, len(texts)) if "/" in texts[number]), len(texts) - 1)
+    return after - before >= _NUMBERS_OF_A_TIME
 
 
 def _columns(numbers: frozenset[tuple[str, ...]]) -> list[set[str]]:
@@ -168,7 +234,7 @@ def is_complete(
     group: WriteGroup,
     before: Kinds | None,
     *,
-    next_at: float | None,
+    following: WriteGroup | None,
     at: float,
     is_renamed: bool,
     is_proven: bool,
@@ -177,23 +243,26 @@ def is_complete(
 
     Args:
         before: The kinds of the related group; None if there is none.
-        next_at: When the next group began.
+        following: The next group.
         at: Now; or when the program was killed.
         is_renamed: Each file of the group appeared under its name complete.
         is_proven: The program was killed, and more than time speaks for each file of the group.
     """
-    pause_seconds = (at if next_at is None else next_at) - group.ended_at
+    pause_seconds = (at if following is None else following.begun_at) - group.ended_at
     if group.is_repeated and (before is None or has_all(group.kinds, before)):
         return pause_seconds >= group.pause_seconds or is_renamed or is_proven
     if before is None:
         return pause_seconds >= QUIET_SECONDS or is_renamed
     if not has_all(group.kinds, before):
-        return pause_seconds >= QUIET_SECONDS and at - group.ended_at >= LATE_SECONDS
+        if pause_seconds >= QUIET_SECONDS:
+            return at - group.ended_at >= LATE_SECONDS
+        # What followed sooner may have been the rest of it.
+        return following is not None and group.is_regular and at - following.ended_at >= LATE_SECONDS
     if pause_seconds >= QUIET_SECONDS:
         return True
     if not group.is_regular or not is_of_one_save(group.kinds, before):
         return False
-    return pause_seconds >= group.pause_seconds or is_renamed or is_proven
+    return following is not None or pause_seconds >= group.pause_seconds or is_renamed or is_proven
 
 
 def related_kinds(group: WriteGroup, earlier: Sequence[Kinds], later: Sequence[WriteGroup]) -> Kinds | None:
