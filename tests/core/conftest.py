@@ -1,6 +1,8 @@
 """Property tests judge the code and never the machine: no clock fails them, and every run tries the same examples."""
 
+import pytest
 from hypothesis import HealthCheck, settings
+from tests.core.played_program import Played
 
 settings.register_profile(
     "keepstep",
@@ -10,3 +12,8 @@ settings.register_profile(
     database=None,
 )
 settings.load_profile("keepstep")
+
+
+@pytest.fixture(params=[True, False], ids=["open-files-are-known", "open-files-are-unknown"])
+def played(request: pytest.FixtureRequest) -> Played:
+    return Played(knows_open=request.param)

@@ -10,7 +10,7 @@ clock. See docs/design/0027.
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Final
 
@@ -45,18 +45,6 @@ class Write:
     path: str
     begun_at: float
     ended_at: float
-
-
-@dataclass(slots=True, kw_only=True)
-class _Save:
-    """Parts of a burst that are one save. `is_sure`: their names show that, not only that nothing speaks against it."""
-
-    writes: list[Write]
-    is_sure: bool = True
-
-    @property
-    def kinds(self) -> Kinds:
-        return kinds_of(write.path for write in self.writes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +93,12 @@ def is_of_one_save(kinds: Kinds, before: Kinds) -> bool:
     return True
 
 
+def saves_by_name(paths: Iterable[str]) -> list[Kinds]:
+    """Return the kinds of each save, as far as names tell them apart. `paths`: in the order of their writes."""
+    parts = [[Write(path=path, begun_at=0.0, ended_at=0.0)] for path in paths]
+    return [kinds_of(save.paths) for save in _saves(parts)]
+
+
 def bursts(writes: Sequence[Write]) -> Iterator[list[Write]]:
     """Divide writes where a pause is as long as `QUIET_SECONDS`."""
     return _divided(sorted(writes, key=lambda write: write.ended_at), QUIET_SECONDS)
@@ -118,7 +112,7 @@ def groups(writes: Sequence[Write]) -> list[WriteGroup]:
         lasted_seconds = burst[-1].ended_at - min(write.begun_at for write in burst)
         is_divided = longest_seconds >= _SHORTEST_PAUSE_SECONDS and lasted_seconds >= _UNDIVIDED_SECONDS
         saves = _saves(_divided(burst, longest_seconds / 2 if is_divided else QUIET_SECONDS))
-        within_seconds = max((pause for save in saves for pause in _pauses(save.writes)), default=0.0)
+        within_seconds = max((pause for save in saves if save.is_sure for pause in _pauses(save.writes)), default=0.0)
         parts = [save.writes for save in saves]
         for number, part in enumerate(parts):
             begun_at = min(write.begun_at for write in part)
@@ -146,62 +140,85 @@ def groups(writes: Sequence[Write]) -> list[WriteGroup]:
     return found
 
 
+class _Numbers:
+    """The numbers that paths of one kind have, and those of each of their places."""
+
+    def __init__(self, places: int) -> None:
+        self._all: set[tuple[str, ...]] = set()
+        self._places: list[set[str]] = [set() for _ in range(places)]
+        self._largest = [0] * places
+
+    def add(self, numbers: frozenset[tuple[str, ...]]) -> None:
+        self._all |= numbers
+        for place, own in enumerate(_columns(numbers)):
+            self._places[place] |= own
+            self._largest[place] = max(self._largest[place], *map(int, own))
+
+    def have_come_late(self, numbers: frozenset[tuple[str, ...]]) -> bool:
+        """Whether these numbers are new and have no new number in any place."""
+        return numbers.isdisjoint(self._all) and not any(map(set.isdisjoint, _columns(numbers), self._places))
+
+    def are_of_another_step(self, kind: str, numbers: frozenset[tuple[str, ...]]) -> bool:
+        """Whether a number that differs in these is a step's, or belongs to a time.
+
+        It may be a rank's if it is small, and if there is a number before it in the path that does not differ.
+        """
+        texts = kind.split(_NUMBER_MARK)
+        for place, own in enumerate(_columns(numbers)):
+            if texts[place + 1] == _OF or not own.isdisjoint(self._places[place]):
+                continue
+            ranks = _RANKS_PER_RANK_SEEN * (len(own) + len(self._places[place])) + _FIRST_RANKS
+            is_large = max(self._largest[place], *map(int, own)) >= ranks
+            if place == 0 or is_large or _is_of_a_time(texts, place):
+                return True
+        return False
+
+
+@dataclass(slots=True, kw_only=True)
+class _Save:
+    """Parts of a burst that are one save. `is_sure`: their names show that, not only that nothing speaks against it."""
+
+    writes: list[Write] = field(default_factory=list)
+    paths: set[str] = field(default_factory=set)
+    numbers: dict[str, _Numbers] = field(default_factory=dict)
+    is_sure: bool = True
+
+    def add(self, part: Sequence[Write], kinds: Kinds) -> None:
+        self.writes.extend(part)
+        self.paths.update(write.path for write in part)
+        _add_numbers(self.numbers, kinds)
+
+    def ends_before(self, part: Sequence[Write]) -> bool:
+        """Whether the names of the next part show that it is of another save."""
+        paths = {write.path for write in part}
+        kinds = kinds_of(paths - self.paths)
+        common = kinds.keys() & self.numbers.keys()
+        if any(self.numbers[kind].are_of_another_step(kind, kinds[kind]) for kind in common):
+            return True
+        # An index may be written after each part of a save.
+        return not common and not paths.isdisjoint(self.paths)
+
+
 def _saves(parts: Iterable[Sequence[Write]]) -> list[_Save]:
     """Join a part to the one before it unless its names show that another save has begun."""
     found: list[_Save] = []
-    known: dict[str, set[tuple[str, ...]]] = {}
-    columns_known: dict[str, list[set[str]]] = {}
+    known: dict[str, _Numbers] = {}
     for part in parts:
         kinds = kinds_of(write.path for write in part)
         # A rank's files came late.
-        is_late = all(
-            kind in known
-            and numbers.isdisjoint(known[kind])
-            and not any(map(set.isdisjoint, _columns(numbers), columns_known[kind]))
-            for kind, numbers in kinds.items()
-        )
-        if found and (is_late or not _is_other_save(found[-1].writes, part)):
-            found[-1].is_sure &= is_late or not found[-1].kinds.keys().isdisjoint(kinds)
-            found[-1].writes.extend(part)
-        else:
-            found.append(_Save(writes=list(part)))
-        for kind, numbers in kinds.items():
-            known.setdefault(kind, set()).update(numbers)
-            columns = columns_known.setdefault(kind, [set() for _ in next(iter(numbers))])
-            for column, own in zip(columns, _columns(numbers), strict=True):
-                column |= own
+        is_late = all(kind in known and known[kind].have_come_late(numbers) for kind, numbers in kinds.items())
+        if not found or (not is_late and found[-1].ends_before(part)):
+            found.append(_Save())
+        elif not is_late and found[-1].numbers.keys().isdisjoint(kinds):
+            found[-1].is_sure = False
+        found[-1].add(part, kinds)
+        _add_numbers(known, kinds)
     return found
 
 
-def _is_other_save(save: Sequence[Write], part: Sequence[Write]) -> bool:
-    """Whether the names of a part show that it does not belong to the save before it."""
-    paths, paths_before = ({write.path for write in writes} for writes in (part, save))
-    kinds, kinds_before = kinds_of(paths - paths_before), kinds_of(paths_before)
-    common = kinds.keys() & kinds_before.keys()
-    if any(_other_step(kind, kinds_before[kind], kinds[kind]) for kind in common):
-        return True
-    # An index may be written after each part of a save.
-    return not common and not paths.isdisjoint(paths_before)
-
-
-def _other_step(kind: str, before: frozenset[tuple[str, ...]], numbers: frozenset[tuple[str, ...]]) -> bool:
-    """Whether a number that differs is a step's, or belongs to a time.
-
-    It may be a rank's if it is small, and if there is a number before it in the path that does not differ.
-    """
-    texts = kind.split(_NUMBER_MARK)
-    columns = zip(_columns(before), _columns(numbers), texts[1:], strict=True)
-    differing = [
-        (place, one | other)
-        for place, (one, other, text) in enumerate(columns)
-        if one.isdisjoint(other) and text != _OF
-    ]
-    return any(
-        place == 0
-        or max(map(int, values)) >= _RANKS_PER_RANK_SEEN * len(values) + _FIRST_RANKS
-        or _is_of_a_time(texts, place)
-        for place, values in differing
-    )
+def _add_numbers(known: dict[str, _Numbers], kinds: Kinds) -> None:
+    for kind, numbers in kinds.items():
+        known.setdefault(kind, _Numbers(len(next(iter(numbers))))).add(numbers)
 
 
 def _is_of_a_time(texts: Sequence[str], place: int) -> bool:
@@ -254,10 +271,7 @@ def is_complete(
     if before is None:
         return pause_seconds >= QUIET_SECONDS or is_renamed
     if not has_all(group.kinds, before):
-        if pause_seconds >= QUIET_SECONDS:
-            return at - group.ended_at >= LATE_SECONDS
-        # What followed sooner may have been the rest of it.
-        return following is not None and group.is_regular and at - following.ended_at >= LATE_SECONDS
+        return pause_seconds >= QUIET_SECONDS and at - group.ended_at >= LATE_SECONDS
     if pause_seconds >= QUIET_SECONDS:
         return True
     if not group.is_regular or not is_of_one_save(group.kinds, before):

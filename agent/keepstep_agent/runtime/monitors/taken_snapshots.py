@@ -20,7 +20,7 @@ from keepstep_agent.core.errors import ErrorKind
 from keepstep_agent.core.mirror.base import HeldFile, MirrorBase, held_files
 from keepstep_agent.core.mirror.output_scan import OutputScan
 from keepstep_agent.core.mirror.plan import SnapshotPlan
-from keepstep_agent.core.mirror.write_groups import Kinds, kinds_of
+from keepstep_agent.core.mirror.write_groups import Kinds, saves_by_name
 from keepstep_agent.core.model import FileEntry, Fingerprint
 from keepstep_agent.core.settings.values import Settings
 from keepstep_agent.runtime.engine.engine import Engine
@@ -95,12 +95,17 @@ class TakenSnapshots:
         self._note_stored()
 
     def groups_before(self) -> list[Kinds]:
-        """Return the kinds of the files that were sent together, of those that the base holds, in the order of time."""
+        """Return the kinds of the files of each save, of those that the base holds, in the order of time.
+
+        What was sent together may have been of several.
+        """
         sent: dict[str, list[HeldFile]] = {}
         for held in self.base.files.values():
             sent.setdefault(held.entry.owner.save if held.entry.owner else "", []).append(held)
-        in_order = sorted(sent.values(), key=lambda files: max(held.fingerprint.mtime_ns for held in files))
-        return [kinds_of(held.entry.path for held in files) for files in in_order]
+        for files in sent.values():
+            files.sort(key=lambda held: held.fingerprint.mtime_ns)
+        in_order = sorted(sent.values(), key=lambda files: files[-1].fingerprint.mtime_ns)
+        return [kinds for files in in_order for kinds in saves_by_name(held.entry.path for held in files)]
 
     async def add(self, save: str, plan: SnapshotPlan, scan: OutputScan) -> None:
         """Note a snapshot that is about to be announced."""
