@@ -39,6 +39,7 @@ PROGRAMS = {
         "nested_four_deep",
         "timestamped_runs",
         "slow_writer",
+        "gathered_shards",
         "nested_dcp",
     ],
     "cut-short": [
