@@ -4,7 +4,7 @@ import pytest
 from tests.core.played_program import Played, saves_stored
 
 from keepstep_agent.core.mirror.output_history import OutputHistory
-from keepstep_agent.core.mirror.write_groups import saves_by_name
+from keepstep_agent.core.mirror.write_groups import Write, groups, saves_by_name
 
 
 def test_the_first_save_after_a_snapshot_of_two_is_stored_although_the_program_never_rests() -> None:
@@ -102,3 +102,26 @@ def test_saves_with_new_names_are_stored_however_fast_they_are(
         newest = max(map(int, stored), default=-1)
         assert newest + 1 == len(saved_at) or played.now - saved_at[newest + 1] < 11
     assert newest > 0
+
+
+def test_links_to_what_was_just_written_are_in_any_order() -> None:
+    """As seen with timm: a checkpoint is a second name of the last one, and half of them were held back."""
+    names = (["last"], ["last", "best"], ["last"], ["best", "last"], ["last"])
+    writes = [
+        Write(path=f"out/{name}", begun_at=1.1 * number, ended_at=1.1 * number + 0.1)
+        for number in range(10)
+        for name in names[number % len(names)]
+    ]
+    found = groups(writes)
+    assert len(found) == 10
+    assert all(group.is_regular for group in found)
+
+
+def test_a_save_that_begins_with_another_file_than_the_first_one_is_not_told_from_half_of_two() -> None:
+    order = ("model", "optimizer")
+    writes = [
+        Write(path=f"out/{name}", begun_at=number * 1.2 + place * 0.1, ended_at=number * 1.2 + place * 0.1 + 0.05)
+        for number in range(8)
+        for place, name in enumerate(order if number < 4 else reversed(order))
+    ]
+    assert [group.is_regular for group in groups(writes)] == [True] * 4 + [False] * 4

@@ -238,13 +238,18 @@ def _begins_as_the_first(part: Sequence[Write], parts: Sequence[Sequence[Write]]
     It begins with the kind of file with which the first part like it began, after a rest; and the part just before it
     has a kind of it, because files that take turns may be one save.
     """
-    kinds = [kind_of(write.path) for write in part]
+    kinds = {kind_of(write.path) for write in part}
     for other in parts:
-        common = [kind for write in other if (kind := kind_of(write.path)) in kinds]
+        common = [write for write in other if kind_of(write.path) in kinds]
         if common:
             takes_turns = len(parts) > 1 and not any(kind_of(write.path) in kinds for write in parts[-2])
-            return common[0] == kinds[0] and not takes_turns
+            return not takes_turns and not _first_kinds(common).isdisjoint(_first_kinds(part))
     return True
+
+
+def _first_kinds(writes: Sequence[Write]) -> set[str]:
+    """Return the kinds of the files that were written first: of several if they are links to one."""
+    return {kind_of(write.path) for write in writes if write.ended_at == writes[0].ended_at}
 
 
 def is_complete(
