@@ -329,6 +329,22 @@ def test_a_deletion_and_another_link_are_changes_too(played: Played) -> None:
     assert set(played.contents) == {"out/b"}
 
 
+def test_no_snapshot_is_due_for_a_deletion_while_something_is_left_out(played: Played) -> None:
+    """As seen with timm: it would be no news, and the next one would have to wait."""
+    played.write("out/old", "1")
+    played.wait(13)
+    played.write("out/last.pt", "1E")
+    played.wait(13)
+    played.delete("out/old")
+    for number in range(20):
+        played.write("out/last.pt", f"{number}")
+        played.wait(0.5)
+        assert not played.decision.due
+    played.write("out/last.pt", "2E")
+    played.wait(3)
+    assert played.contents == {"out/last.pt": "2E"}
+
+
 def test_a_file_that_was_deleted_a_moment_ago_may_have_a_successor() -> None:
     played = Played()
     played.write("out/ckpt-1", "1")

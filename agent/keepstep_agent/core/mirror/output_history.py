@@ -233,8 +233,10 @@ class OutputHistory:
             self._waiting_since = min(first.values())
         is_time = is_quiet or (self._waiting_since is not None and at - self._waiting_since >= DUE_SECONDS)
         fit = frozenset(path for path in first if path in files and path not in left_out)
+        # As long as something is left out, what is gone stays in the snapshot.
+        is_news = bool(fit) or "" in first or (bool(first) and not left_out)
         return Decision(
-            due=is_time and not first.keys() <= left_out.keys(),
+            due=is_time and is_news,
             restless=at - max(last.values(), default=at - _SETTLED_SECONDS) < _SETTLED_SECONDS,
             fit=fit,
             left_out=left_out,
