@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from tests.harness.agent_process import AgentProcess, json_lines, tree, wait_until, write_checkpoint
 from tests.harness.bounds import HANG_SECONDS
-from tests.harness.run_process import RunProcess
+from tests.harness.run_process import JUST_IN_TIME, RunProcess
 from tests.harness.warm_python import keepstep
 
 from keepstep_agent.adapters.output.mirror_state import read_base, write_base
@@ -207,6 +207,7 @@ def test_what_comes_back_changed_is_said_at_the_snapshot_once(place: Place) -> N
         wait_until(lambda: len(place.snapshots()) == 2, HANG_SECONDS, "it is committed too")
         assert len(run.log("snapshot.comes_back_changed")) == len(said)
         run.signal(signal.SIGTERM)
+        assert run.wait() == JUST_IN_TIME
     # Either of its two names may be seen first.
     said = {path.replace("again", "plain"): how for path, how in said.items()}
     assert said == {
