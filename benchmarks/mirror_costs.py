@@ -55,7 +55,8 @@ _FIRST_KILL_SECONDS: Final = 20.0
 _KILLED_WITHIN_SECONDS: Final = 10.0
 REPORT: Final = Path(__file__).with_name("MIRROR.md")
 FILES_PER_FOLDER: Final = 100
-_SETTLE_SECONDS: Final = 10.0
+_SETTLE_SECONDS: Final = 15.0
+"""An agent looks often for twelve seconds after the last change."""
 _HOUSEKEEPING_SECONDS: Final = 0.3
 _LONGEST_SECONDS: Final = 300.0
 _GAP_SECONDS: Final = (7.0, 10.0)
