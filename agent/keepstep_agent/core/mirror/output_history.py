@@ -308,14 +308,14 @@ class OutputHistory:
             if file.proof is Proof.ANY_INSTANT:
                 together[path] = databases.setdefault(database_of(path), -1 - len(databases))
         grouped = frozenset(path for path, file in files.items() if not self._stands_alone(path, file, cut_at))
-        for number, (group, before, following, paths) in enumerate(self._groups(grouped)):
+        for number, (group, before, next_at, paths) in enumerate(self._groups(grouped)):
             together.update(dict.fromkeys(paths, number))
             states = {path: files[path].state(cut_at) for path in paths}
             unfit = next((path for path in sorted(paths) if path in left_out), None)
             is_over = group.ended_at > until or is_complete(
                 group,
                 before,
-                following=following,
+                next_at=next_at,
                 at=cut_at,
                 is_renamed=all(state is FileState.RENAMED for state in states.values()),
                 is_proven=end is not None and all(is_proven(states[path], files[path].proof) for path in paths),
@@ -328,8 +328,8 @@ class OutputHistory:
 
     def _groups(
         self, grouped: frozenset[str]
-    ) -> Iterator[tuple[WriteGroup, Kinds | None, WriteGroup | None, frozenset[str]]]:
-        """Yield groups with related kinds, the next group, and their files among `grouped`.
+    ) -> Iterator[tuple[WriteGroup, Kinds | None, float | None, frozenset[str]]]:
+        """Yield groups with related kinds, when the next one began, and their files among `grouped`.
 
         What is left of a group of which a file was written again goes with that file's new group.
         """
@@ -343,9 +343,9 @@ class OutputHistory:
         earlier = list(self._earlier)
         for number, group in enumerate(found):
             paths = frozenset(path for path in grouped if path in last and goes_with[last[path]] == number)
-            following = found[number + 1] if number + 1 < len(found) else None
+            next_at = found[number + 1].begun_at if number + 1 < len(found) else None
             if paths:
-                yield group, related_kinds(group, earlier, found[number + 1 :]), following, paths
+                yield group, related_kinds(group, earlier, found[number + 1 :]), next_at, paths
             earlier.append(group.kinds)
 
     def _is_log(self, path: str, seen: Fingerprint) -> bool:

@@ -99,15 +99,10 @@ def saves_by_name(paths: Iterable[str]) -> list[Kinds]:
     return [kinds_of(save.paths) for save in _saves(parts)]
 
 
-def bursts(writes: Sequence[Write]) -> Iterator[list[Write]]:
-    """Divide writes where a pause is as long as `QUIET_SECONDS`."""
-    return _divided(sorted(writes, key=lambda write: write.ended_at), QUIET_SECONDS)
-
-
 def groups(writes: Sequence[Write]) -> list[WriteGroup]:
     """Return the groups of writes, in the order of time."""
     found: list[WriteGroup] = []
-    for burst in bursts(writes):
+    for burst in _divided(sorted(writes, key=lambda write: write.ended_at), QUIET_SECONDS):
         longest_seconds = max(_pauses(burst), default=0.0)
         lasted_seconds = burst[-1].ended_at - min(write.begun_at for write in burst)
         is_divided = longest_seconds >= _SHORTEST_PAUSE_SECONDS and lasted_seconds >= _UNDIVIDED_SECONDS
@@ -119,18 +114,15 @@ def groups(writes: Sequence[Write]) -> list[WriteGroup]:
             before_seconds = begun_at - found[-1].ended_at if found else math.inf
             paths = frozenset(write.path for write in part)
             is_repeated = len(paths) == 1 and len(part) >= _REPEATED_WRITES
+            pause_seconds = (longest_seconds if len(saves) > 1 or is_repeated else before_seconds) / 2
+            if not is_repeated:
+                pause_seconds = max(pause_seconds, within_seconds)
             found.append(
                 WriteGroup(
                     paths=paths,
                     begun_at=begun_at,
                     ended_at=max(write.ended_at for write in part),
-                    pause_seconds=min(
-                        QUIET_SECONDS,
-                        max(
-                            (longest_seconds if len(saves) > 1 or is_repeated else before_seconds) / 2,
-                            0.0 if is_repeated else within_seconds,
-                        ),
-                    ),
+                    pause_seconds=min(QUIET_SECONDS, pause_seconds),
                     is_regular=saves[number].is_sure
                     and len(paths) == len(part)
                     and _begins_as_the_first(part, parts[: number + 1]),
@@ -256,7 +248,7 @@ def is_complete(
     group: WriteGroup,
     before: Kinds | None,
     *,
-    following: WriteGroup | None,
+    next_at: float | None,
     at: float,
     is_renamed: bool,
     is_proven: bool,
@@ -265,12 +257,12 @@ def is_complete(
 
     Args:
         before: The kinds of the related group; None if there is none.
-        following: The next group.
+        next_at: When the next group began.
         at: Now; or when the program was killed.
         is_renamed: Each file of the group appeared under its name complete.
         is_proven: The program was killed, and more than time speaks for each file of the group.
     """
-    pause_seconds = (at if following is None else following.begun_at) - group.ended_at
+    pause_seconds = (at if next_at is None else next_at) - group.ended_at
     if group.is_repeated and (before is None or has_all(group.kinds, before)):
         return pause_seconds >= group.pause_seconds or is_renamed or is_proven
     if before is None:
@@ -281,7 +273,7 @@ def is_complete(
         return True
     if not group.is_regular or not is_of_one_save(group.kinds, before):
         return False
-    return following is not None or pause_seconds >= group.pause_seconds or is_renamed or is_proven
+    return next_at is not None or pause_seconds >= group.pause_seconds or is_renamed or is_proven
 
 
 def related_kinds(group: WriteGroup, earlier: Sequence[Kinds], later: Sequence[WriteGroup]) -> Kinds | None:

@@ -275,10 +275,8 @@ class Mirror:
             self._alive_at, self._died = now, False
         else:
             self._died = True
-        before, self._processes = (
-            self._processes,
-            frozenset(living_below(self._parent_pid, besides=os.getpid()) if self._parent_pid is not None else ()),
-        )
+        living = () if self._parent_pid is None else living_below(self._parent_pid, besides=os.getpid())
+        before, self._processes = self._processes, frozenset(living)
         if not before or not before <= self._processes:
             self._all_live_since = time.monotonic() if self._processes else math.inf
         return lives
