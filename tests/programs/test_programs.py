@@ -94,7 +94,7 @@ ENDLESS_STEPS = 100_000
 RESTLESS_HELD_SECONDS = 15.0
 BEFORE = 40
 WRITES = (Moment.EARLY_WRITE, Moment.WRITE, Moment.ANY, Moment.JUST_SAVED, Moment.WRITE)
-ROUNDS = [(moment, ending) for ending in (Ending.PROGRAM, Ending.EVERYTHING) for moment in WRITES]
+ROUNDS = [(moment, ending) for ending in (Ending.PROGRAM, Ending.EVERYTHING) for moment in 2 * WRITES]
 ROUNDS += [(Moment.WRITE, Ending.TOLD), (Moment.JUST_SAVED, Ending.TOLD)]
 QUICK_ROUNDS = [
     (Moment.EARLY_WRITE, Ending.PROGRAM),
