@@ -15,7 +15,14 @@ from typing import Any, Final
 
 from keepstep_agent.core.errors import ConfigurationError
 from keepstep_agent.core.settings.checks import setting_problems
-from keepstep_agent.core.settings.table import RawSetting, build_settings, read_values, setting_fields, with_paths
+from keepstep_agent.core.settings.table import (
+    RawSetting,
+    build_settings,
+    read_values,
+    setting_field,
+    setting_fields,
+    with_paths,
+)
 from keepstep_agent.core.settings.values import Settings
 from keepstep_api.names import OF_THE_TRAINER
 
@@ -57,7 +64,8 @@ def load_settings(
     problems += misread
     _report_unknown(from_file, file, problems)
     values = with_paths(_from_here(values))
-    problems += setting_problems(values)
+    origins = {one.setting.key: one.origin for one in said}
+    problems += setting_problems(values, lambda key: origins.get(key) or setting_field(key).flag)
     if problems:
         # A mistyped variable may be why a setting is missing.
         raise ConfigurationError([*problems, *unknown_variables(environment)])
@@ -82,7 +90,7 @@ def load_some_settings(
 def _read_file(path: Path, problems: list[str]) -> dict[str, Any]:
     try:
         content = tomllib.loads(path.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         problems.append(f"cannot read the settings file {path}: {error}")
         return {}
     flat: dict[str, Any] = {}

@@ -74,25 +74,41 @@ async def _examine(store: ObjectStore, settings: StoreSettings) -> AsyncIterator
         await _bounded(_first_key(store))
         listed = _ok("list", "objects can be listed")
     except KeepstepError as error:
-        if error.kind in _UNREACHED:
+        if error.kind in _UNREACHED or not getattr(error, "sent", True):
             yield _failed("reachable", error)
             return
         listed = _failed("list", error)
     yield _ok("reachable", f"{settings.destination} answers")
     yield listed
-    written = await _try("put", "objects can be written", store.put(key, b"Keepstep was here."))
+    written = await _try("put", "objects can be written and replaced", _write_twice(store, key))
     yield written
     if written.verdict is Verdict.FAIL:
         return
     yield await _try("get", "objects can be read", store.get(key, limit_bytes=1024))
     yield await _examine_clock(store, key)
-    yield await _try("delete", "objects can be deleted", store.delete(key))
+    yield await _examine_deletion(store, key)
     async for finding in _examine_guarantees(store):
         yield finding
     async for finding in _examine_rules(store):
         yield finding
     async for finding in _examine_transfer(store, key):
         yield finding
+
+
+async def _write_twice(store: StoreWriter, key: str) -> None:
+    """Agents replace their lease and their notes, which a retention policy of the whole bucket may refuse."""
+    for body in (b"Keepstep is here.", b"Keepstep was here."):
+        await store.put(key, body)
+
+
+async def _examine_deletion(store: StoreWriter, key: str) -> Finding:
+    try:
+        await _bounded(store.delete(key))
+    except KeepstepError as error:
+        if error.kind is ErrorKind.OBJECT_LOCKED:
+            return _warn("delete", f"the store's own retention protects objects: {error}", error.hint)
+        return _failed("delete", error)
+    return _ok("delete", "objects can be deleted")
 
 
 async def _examine_clock(store: StoreReader, key: str) -> Finding:
@@ -132,6 +148,11 @@ async def _examine_guarantees(store: StoreWriter) -> AsyncIterator[Finding]:
             yield _warn(
                 "integrity",
                 "the store verifies neither CRC64NVME nor CRC32C: uploads take SHA-256, at more CPU",
+            )
+        case "md5":
+            yield _warn(
+                "integrity",
+                "the store wants Content-MD5 with every write and verifies no CRC: uploads take MD5, at more CPU",
             )
         case checksum:
             yield _ok("integrity", f"the store refuses bytes whose {checksum} is wrong")
@@ -186,7 +207,7 @@ async def _examine_transfer(store: ObjectStore, key: str) -> AsyncIterator[Findi
         except KeepstepError as error:
             yield _failed("download", error)
         finally:
-            removed = await _try("clean up", "nothing was left behind", store.delete(key))
+            removed = await _examine_deletion(store, key)
         if removed.verdict is Verdict.FAIL:
             yield removed
 

@@ -4,15 +4,16 @@ The contracts are written here in prose, and in `tests/adapters` as one conforma
 the real adapters.
 """
 
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated, Protocol
 
 from msgspec import Meta
 
+from keepstep_agent.core.file_lists import StagedFiles
 from keepstep_agent.core.limits import ANNOUNCEMENT_CHARACTERS, LEAST_ANNOUNCEMENT_CHARACTERS, LOCAL_RANKS, FileBytes
-from keepstep_agent.core.model import RankManifest, Region, SourceFile, StagedFile
+from keepstep_agent.core.model import RankManifest, Region, SourceFile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +63,8 @@ class StoreCapabilities:
     """What the store really does, as a probe found it.
 
     `conditional_put`: `put(…, if_absent=True)` refuses if the key exists.
-    `integrity`: the cheapest check that the store really enforces: crc64nvme, crc32c, sha256, or none.
+    `integrity`: the cheapest check that the store really enforces: crc64nvme, crc32c, sha256, or none. `md5` is what a
+    store wants that refuses writes without a checksum and knows no other.
     """
 
     conditional_put: bool
@@ -132,7 +134,7 @@ class StoreWriter(StoreReader, Protocol):
         """
 
     async def delete(self, key: str) -> None:
-        """Remove an object. One that does not exist is fine."""
+        """Remove an object. One that does not exist is fine. OBJECT_LOCKED if the store's own retention protects it."""
 
     async def abort_upload(self, key: str, upload: str) -> None:
         """Abort an upload and free its parts. One that does not exist is fine."""
@@ -184,13 +186,16 @@ class Journal(Protocol):
     def append(self, records: Sequence[bytes]) -> None:
         """Append all records or none. They are durable when this returns."""
 
-    def replay(self) -> Iterable[bytes]:
-        """Return all records, oldest first; none if a full volume has no room for a new journal."""
+    def replay(self) -> Iterator[bytes]:
+        """Yield all records, oldest first; none if a full volume has no room for a new journal.
 
-    def rewrite(self, records: Sequence[bytes]) -> None:
-        """Replace all records atomically, for compaction."""
+        Few are in memory at a time. Exhaust it, or drop it, before the journal changes.
+        """
 
-    def set_aside(self) -> None:
+    def drop(self, positions: Collection[int]) -> None:
+        """Remove the records at these positions of `replay`, all or none, for compaction."""
+
+    def move_aside(self) -> None:
         """Keep the journal, which cannot be trusted, under another name, and begin a new one.
 
         If a full volume has no room for the new journal, the first `append` that finds room creates it.
@@ -223,7 +228,7 @@ class StageRequest:
     reflink instead of hard links, because this trainer rewrites files in place. The same holds for a file with one of
     `rewritten_inodes`. `signatures`: if there are any, `content_signature` of `files` must still return one of them.
     `descriptor` is stored beside the links. `sources`: pin these files of the output directories instead, each as it
-    says; `path`, `files`, `others`, `private` and `signatures` do not apply.
+    says; `path`, `files`, `others`, `private` and `signatures` do not apply. `kept`: what the manifest names besides.
     """
 
     save: str
@@ -234,7 +239,8 @@ class StageRequest:
     descriptor: StagedDescriptor
     rewritten_inodes: frozenset[int] = frozenset()
     signatures: frozenset[str] = frozenset()
-    sources: tuple[SourceFile, ...] | None = None
+    sources: Sequence[SourceFile] | None = None
+    kept: Sequence[str] = ()
     others: tuple[str, ...] = ()
 
 
@@ -256,16 +262,16 @@ class StagingArea(Protocol):
         staged are no error here: `stage` reports them.
         """
 
-    def stage(self, request: StageRequest) -> tuple[StagedFile, ...]:
+    def stage(self, request: StageRequest) -> StagedFiles:
         """Pin the files durably, all or none, and copy what can be copied of the others.
 
         Idempotent for the same save and rank.
         """
 
-    def check(self, save: str, rank: int, files: Sequence[StagedFile]) -> None:
+    def check(self, save: str, rank: int, files: StagedFiles) -> None:
         """Raise FILE_MISSING or FILE_CHANGED if the pinned files are not what they were."""
 
-    def check_sent(self, manifest: RankManifest, files: Sequence[StagedFile], *, may_read: Callable[[], bool]) -> None:
+    def check_sent(self, manifest: RankManifest, files: StagedFiles, *, may_read: Callable[[], bool]) -> None:
         """As `check`, after all files were sent: FILE_CHANGED also if bytes do not have the manifest's checksums.
 
         Reads again the files that may have been written to without a trace. `files` are the manifest's, in its order.
@@ -275,8 +281,10 @@ class StagingArea(Protocol):
     def release(self, save: str) -> None:
         """Drop every pin of a save. A save without pins is fine."""
 
-    def scan(self) -> Iterable[tuple[StagedDescriptor, tuple[StagedFile, ...]]]:
+    def scan(self, may_read: Callable[[str], bool] = lambda _: True) -> Iterable[tuple[StagedDescriptor, StagedFiles]]:
         """Return (descriptor, files) of everything staged, for recovery when the journal is lost.
+
+        `may_read` is asked for each save before anything of it is read; those that it refuses are left out and kept.
 
         The trainer can write descriptors, so one that is beyond the limits or whose pins have other sizes is left out.
         """

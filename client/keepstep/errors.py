@@ -17,6 +17,7 @@ class ErrorKind(str, Enum):
 
     AGENT_UNREACHABLE = "agent-unreachable"
     AGENT_SILENT = "agent-silent"
+    AGENT_BUSY = "agent-busy"
     AGENT_REFUSED = "agent-refused"
     CHECKPOINT_DAMAGED = "checkpoint-damaged"
     NOT_RESTORED = "not-restored"
@@ -32,6 +33,7 @@ RETRYABLE: Final = frozenset(
     {
         ErrorKind.AGENT_UNREACHABLE,
         ErrorKind.AGENT_SILENT,
+        ErrorKind.AGENT_BUSY,
         ErrorKind.VOLUME_UNUSABLE,
         ErrorKind.RANKS_LATE,
         ErrorKind.NOT_RESTORED,

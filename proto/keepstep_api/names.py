@@ -8,6 +8,8 @@ from urllib.parse import quote
 API_VERSION: Final = 1
 """Revision of `agent.proto`: raised when a peer can tell that something was added. See docs/compatibility.md."""
 ERROR_DOMAIN: Final = "keepstep.dev"
+STATUS_DETAILS: Final = "grpc-status-details-bin"
+"""Trailing metadata of a call that the agent itself ended with an error: a google.rpc.Status."""
 
 # Environment, read by the client and set by the injection or by `keepstep run`.
 ENV_VOLUME: Final = "KEEPSTEP_VOLUME"

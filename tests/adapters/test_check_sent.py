@@ -14,7 +14,8 @@ from keepstep_agent.adapters.checksum import region_checksum
 from keepstep_agent.adapters.volume import content_check
 from keepstep_agent.adapters.volume.staging_area import LocalStagingArea
 from keepstep_agent.core.errors import ErrorKind, VolumeError
-from keepstep_agent.core.model import FileEntry, Kind, RankManifest, SaveInfo, StagedFile
+from keepstep_agent.core.file_lists import StagedFiles
+from keepstep_agent.core.model import FileEntry, Kind, RankManifest, SaveInfo
 from keepstep_agent.ports import StagedDescriptor, StageRequest
 
 SIZE_BYTES = 64 * 1024
@@ -39,14 +40,14 @@ def weights(volume: Path) -> Path:
     return path
 
 
-def stage(volume: Path, source: Path) -> tuple[StagedFile, ...]:
+def stage(volume: Path, source: Path) -> StagedFiles:
     request = StageRequest(
         save="save", rank=0, path=str(source), files=(), private=False, descriptor=StagedDescriptor(announcements=())
     )
     return LocalStagingArea(volume).stage(request)
 
 
-def sent(volume: Path, files: tuple[StagedFile, ...]) -> RankManifest:
+def sent(volume: Path, files: StagedFiles) -> RankManifest:
     """The manifest of what would have been sent just now."""
     return RankManifest(
         info=SaveInfo(save="save", name="checkpoint-1", step=1, kind=Kind.PERIODIC, world_size=1),
@@ -67,7 +68,7 @@ def sent(volume: Path, files: tuple[StagedFile, ...]) -> RankManifest:
 def refused(
     volume: Path,
     manifest: RankManifest,
-    files: tuple[StagedFile, ...],
+    files: StagedFiles,
     may_read: Callable[[], bool] = lambda: True,
 ) -> bool:
     try:

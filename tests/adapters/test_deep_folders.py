@@ -35,7 +35,7 @@ def test_the_deepest_file_that_may_be_announced_is_one_that_restore_can_place(tm
         (source / path).touch()
         with open_volume(tmp_path) as root, root.folder(source.name) as folder:
             if is_taken:
-                assert list(resolve_files(tmp_path, str(source), (path,) if named else ())) == [path]
+                assert list(resolve_files(tmp_path, str(source), (path,) if named else ()).paths) == [path]
                 assert len(list(folder.walk())) == levels
             else:
                 with pytest.raises(RequestError, match="folders"):

@@ -7,7 +7,7 @@ import pytest
 from aiobotocore.httpsession import AIOHTTPSession
 
 from keepstep_agent.adapters.s3 import http_session
-from keepstep_agent.adapters.s3.http_session import StoreSession, require_internals
+from keepstep_agent.adapters.s3.http_session import require_internals
 from keepstep_agent.core.errors import StoreError
 
 
@@ -35,4 +35,4 @@ async def test_a_connector_without_its_loop_is_refused_before_it_opens_a_connect
 
     monkeypatch.setattr(http_session, "_make_session", make_session)
     with pytest.raises(StoreError, match=r"aiohttp \S+ has no TCPConnector\._loop"):
-        await StoreSession()._get_session(None)
+        await http_session._OneAttemptSession()._get_session(None)

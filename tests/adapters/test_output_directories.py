@@ -9,8 +9,9 @@ import pytest
 from keepstep_agent.adapters.output.output_directories import OutputDirectories
 from keepstep_agent.adapters.volume.staging_area import LocalStagingArea
 from keepstep_agent.core.errors import ErrorKind, VolumeError
+from keepstep_agent.core.file_lists import StagedFiles
 from keepstep_agent.core.mirror.output_scan import OutputScan
-from keepstep_agent.core.model import PinMethod, SourceFile, StagedFile
+from keepstep_agent.core.model import PinMethod, SourceFile
 from keepstep_agent.ports import StagedDescriptor, StageRequest
 
 
@@ -33,7 +34,7 @@ def stage(
     *paths: str,
     scan: OutputScan | None = None,
     groups: Mapping[str, int] | None = None,
-) -> tuple[StagedFile, ...]:
+) -> StagedFiles:
     found = (scan or look(volume)).files
     request = StageRequest(
         save="save",
@@ -61,6 +62,17 @@ def test_a_look_shows_every_file_and_link_by_the_name_of_its_directory(volume: P
     assert found.links == {"out/latest": "step-1"}
     assert not found.missing
     assert not found.problems
+
+
+def test_a_second_look_keeps_the_texts_of_the_first_and_all_of_it_if_nothing_changed(volume: Path) -> None:
+    directories = OutputDirectories(volume, [str(volume / "out")])
+    first = directories.scan((), {})
+    assert directories.scan((), first.files).files is first.files
+    (volume / "out/step-1/optimizer").write_bytes(b"optimizer")
+    second = directories.scan((), first.files).files
+    assert set(second) == {*first.files, "out/step-1/optimizer"}
+    texts = {id(path) for path in first.files}
+    assert [path for path in second if id(path) not in texts] == ["out/step-1/optimizer"]
 
 
 def test_a_directory_that_is_not_there_yet_is_empty(volume: Path) -> None:

@@ -18,7 +18,7 @@ from keepstep_agent.adapters.preemption import clouds, the_one_that_answers
 from keepstep_agent.adapters.preemption.aws import AwsPreemption
 from keepstep_agent.adapters.preemption.azure import AzurePreemption
 from keepstep_agent.adapters.preemption.gcp import GcpPreemption
-from keepstep_agent.adapters.preemption.metadata_service import MetadataService
+from keepstep_agent.adapters.preemption.metadata_service import Answer, MetadataService
 from keepstep_agent.core.errors import ErrorKind, PreemptionSourceError
 from keepstep_agent.ports import PreemptionSource, TerminationNotice
 
@@ -350,3 +350,9 @@ async def _until(holds: Callable[[], bool]) -> None:
     async with asyncio.timeout(HANG_SECONDS):
         while not holds():  # noqa: ASYNC110 - another thread makes it true
             await asyncio.sleep(0.001)
+
+
+def test_an_answer_of_any_depth_is_not_understood() -> None:
+    answer = Answer(status=200, headers={}, text="[" * 100_000, at=0.0)
+    with pytest.raises(PreemptionSourceError, match="cannot parse"):
+        answer.json()

@@ -11,7 +11,8 @@ from botocore.utils import parse_timestamp
 from tests.servers.server import Bucket
 
 from keepstep_agent.adapters.open_store import open_store
-from keepstep_agent.adapters.s3.client import connect, forget_other_services, read_time
+from keepstep_agent.adapters.s3.client import connect, read_time
+from keepstep_agent.adapters.s3.credentials import forget_other_services
 from keepstep_agent.core.settings.values import StoreSettings
 
 REGIONS = ["us-east-1", "eu-central-1", "ap-southeast-2", "cn-north-1", "us-gov-west-1", "xx-unheard-of-1"]

@@ -50,6 +50,26 @@ def answer(status: int, code: str, message: str = "") -> botocore.exceptions.Cli
         (answer(400, "XAmzContentChecksumMismatch"), ErrorKind.CORRUPTED_IN_TRANSIT),
         (answer(507, "507"), ErrorKind.STORE_FULL),
         (answer(403, "QuotaExceeded"), ErrorKind.STORE_FULL),
+        (answer(403, "RetentionPolicyNotMet"), ErrorKind.OBJECT_LOCKED),
+        (answer(403, "ObjectUnderActiveHold"), ErrorKind.OBJECT_LOCKED),
+        (
+            answer(403, "AccessDenied", "Access Denied because object protected by object lock."),
+            ErrorKind.OBJECT_LOCKED,
+        ),
+        (answer(403, "AccessDenied", "Object is under retention until 2031"), ErrorKind.OBJECT_LOCKED),
+        (
+            answer(403, "AccessDenied", "User: u is not authorized to perform: s3:DeleteObject on a retention policy"),
+            ErrorKind.ACCESS_DENIED,
+        ),
+        (answer(403, "AccessDenied", "No access to arn:aws:s3:::retention/object-lock/WORM"), ErrorKind.ACCESS_DENIED),
+        (
+            answer(400, "BadDigest", "The Content-MD5 you specified did not match what we received."),
+            ErrorKind.CORRUPTED_IN_TRANSIT,
+        ),
+        (
+            answer(400, "InvalidRequest", "Missing required header for this request: Content-MD5"),
+            ErrorKind.REQUEST_REFUSED,
+        ),
         (answer(400, "EntityTooLarge"), ErrorKind.REQUEST_REFUSED),
         (answer(400, "EntityTooSmall"), ErrorKind.REQUEST_REFUSED),
         (answer(301, "PermanentRedirect"), ErrorKind.REQUEST_REFUSED),

@@ -110,7 +110,7 @@ async def test_no_redirect_from_https_to_plain_http_is_followed(
                 await OPERATIONS[operation](store, tmp_path)
             assert f" {server.status}" in str(caught.value)
             assert elsewhere.url in str(caught.value)
-            assert f"--endpoint-url {elsewhere.url}" in caught.value.hint
+            assert f"--endpoint-url (in a pod keepstep.dev/endpoint-url) to {elsewhere.url}" in caught.value.hint
     assert elsewhere.connections == 0
 
 
@@ -129,7 +129,7 @@ async def test_a_proxys_redirect_with_a_page_of_html_says_what_to_set(
         with pytest.raises(StoreError) as caught:
             await store.put("a", b"x")
     assert caught.value.kind is ErrorKind.REQUEST_REFUSED
-    assert f"--endpoint-url {elsewhere.url}" in caught.value.hint
+    assert f"--endpoint-url (in a pod keepstep.dev/endpoint-url) to {elsewhere.url}" in caught.value.hint
     assert elsewhere.connections == 0
 
 

@@ -6,8 +6,9 @@ import pytest
 from tests.servers.server import ACCESS_KEY, ENVIRONMENT, SECRET_KEY, Bucket
 
 from keepstep_agent.adapters.open_store import open_store
-from keepstep_agent.adapters.s3.client import SecretKeys, read_secret
+from keepstep_agent.adapters.s3.credentials import SecretKeys, read_secret
 from keepstep_agent.core.errors import ErrorKind, KeepstepError
+from keepstep_agent.core.settings.values import StoreSettings
 
 
 def secret(directory: Path, **texts: str) -> str:
@@ -74,8 +75,12 @@ def test_a_connection_without_keys_leaves_them_to_the_workloads_identity(tmp_pat
         ({"accesskey": "hush", "user": "u"}, "lacks the secret of its access key; it has accesskey, user"),
         ({"secretkey": "hush"}, "lacks an access key and its secret; it has secretkey"),
         (
-            {"accesskey": "hush", "secretkey": "hush", "endpoint": "minio:9000"},
-            "'minio:9000' in the Secret is not a URL",
+            {"accesskey": "hush", "secretkey": "hush", "endpoint": "root:hush@minio:9000"},
+            "the endpoint in the Secret is not a URL such as https://host:port",
+        ),
+        (
+            {"accesskey": "hush", "secretkey": "hush", "endpoint": "https://root:hush/hush@minio"},
+            "the endpoint in the Secret is not a URL such as https://host:port",
         ),
     ],
 )
@@ -91,6 +96,18 @@ def test_what_a_secret_lacks_is_said_by_its_keys_and_never_by_their_values(
 def test_a_secret_that_is_not_there_is_said(tmp_path: Path) -> None:
     with pytest.raises(KeepstepError, match="cannot read the Secret at"):
         read_secret(str(tmp_path / "s"))
+
+
+@pytest.mark.parametrize("endpoint", ["root:hush@minio:9000", "https://root:hush/hush@minio"])
+async def test_an_endpoint_of_the_environment_that_is_no_url_is_not_repeated(
+    endpoint: str, s3_environment: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+    with pytest.raises(KeepstepError, match="endpoint is not a URL") as caught:
+        async with open_store(StoreSettings(destination="s3://bucket/runs")):
+            pass
+    assert caught.value.kind is ErrorKind.BAD_CONFIGURATION
+    assert "hush" not in f"{caught.value} {caught.value.hint}"
 
 
 async def test_a_store_is_reached_with_a_secret_alone(

@@ -9,6 +9,7 @@ import pytest
 
 from keepstep_agent.adapters.volume.identity import claim
 from keepstep_agent.adapters.volume.shared_folders import (
+    limit_own_folder,
     make_shared_folders,
     make_state_directory,
     share_tree,
@@ -106,6 +107,27 @@ def test_the_folder_with_the_socket_is_its_owners_alone_to_change(
 def test_what_cannot_be_made_is_left_to_whoever_needs_it(tmp_path: Path) -> None:
     make_shared_folders(tmp_path / "missing", tmp_path / "missing" / "checkpoints")
     assert not (tmp_path / "missing").exists()
-    (tmp_path / ".keepstep").touch()
-    make_shared_folders(tmp_path, tmp_path / "checkpoints")
-    assert (tmp_path / ".keepstep").is_file()
+    (tmp_path / "volume").touch()
+    make_shared_folders(tmp_path / "volume", tmp_path / "volume" / "checkpoints")
+    assert (tmp_path / "volume").is_file()
+
+
+@pytest.mark.parametrize(
+    ("volume_mode", "alone_mode"), [(0o755, 0o700), (0o700, 0o700), (0o775, 0o755), (0o777, 0o755)]
+)
+def test_a_run_keeps_its_folder_to_itself_and_a_pod_after_it_opens_it(
+    tmp_path: Path, volume_mode: int, alone_mode: int
+) -> None:
+    volume = tmp_path / "volume"
+    volume.mkdir()
+    volume.chmod(volume_mode)
+    for to_owner, mode in ((True, alone_mode), (False, 0o755), (True, alone_mode)):
+        limit_own_folder(volume, to_owner=to_owner)
+        make_own_folders_again(volume)
+        assert stat.S_IMODE((volume / ".keepstep").stat().st_mode) == mode
+
+
+def make_own_folders_again(volume: Path) -> None:
+    """As restore, agent and clients do."""
+    make_shared_folders(volume, volume / "checkpoints")
+    make_state_directory(volume, volume / ".keepstep" / "agent")

@@ -5,6 +5,7 @@ A new store is one more kind, which the fixture `store` opens: docs/contributing
 
 import os
 import random
+import tracemalloc
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
@@ -227,6 +228,27 @@ async def test_bytes_in_memory_become_an_object_and_again_the_same(store: Object
         await store.put_data("x", body, crc64nvme(body))
 
     assert await store.get("x", limit_bytes=4 * MIB) == body
+
+
+@pytest.mark.parametrize("if_absent", [False, True])
+async def test_a_large_object_is_put_and_read_without_being_in_memory_twice(
+    store: ObjectStore, kind: str, if_absent: bool
+) -> None:
+    body = random.Random(1).randbytes(24 * MIB)
+    tracemalloc.start()
+    try:
+        await store.put("x", body, if_absent=if_absent)
+        _, put_bytes = tracemalloc.get_traced_memory()
+        tracemalloc.reset_peak()
+        found = await store.get("x", limit_bytes=len(body))
+        _, got_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert found == body
+    # The server of one is in this process, and the other bodies are the tests' own.
+    if kind != "verifying" and not kind.startswith(PLAIN):
+        assert put_bytes < 12 * MIB
+        assert got_bytes < 36 * MIB
 
 
 async def test_an_empty_region_becomes_an_empty_object(store: ObjectStore, tmp_path: Path) -> None:

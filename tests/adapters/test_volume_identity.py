@@ -63,6 +63,7 @@ def test_a_volume_has_one_id_and_no_other_has_it(tmp_path: Path) -> None:
 
 
 def test_an_id_that_cannot_be_kept_is_an_error_that_says_where(tmp_path: Path) -> None:
-    (tmp_path / "state" / "volume-id").mkdir(parents=True)
+    (tmp_path / "state").mkdir()
+    (tmp_path / "state" / "volume-id").write_text("longer than any id" * 10)
     with pytest.raises(VolumeError, match="cannot keep"):
         volume_id(tmp_path, tmp_path / "state")

@@ -278,6 +278,30 @@ async def test_an_interrupted_prune_leaves_no_marker_without_data_and_the_next_o
     assert not any(old.save in key for key in store.objects)
 
 
+async def test_a_save_without_marker_is_deleted_even_if_the_store_protects_its_files(store: FakeStore) -> None:
+    for step in (1, 2):
+        await store_checkpoint(store, step)
+        store.now += 60
+    delete = store.delete
+
+    async def refuse(key: str) -> None:
+        if key.startswith("checkpoint-1/"):
+            raise StoreError(ErrorKind.OBJECT_LOCKED, f"{key} is protected")
+        await delete(key)
+
+    store.delete = refuse  # type: ignore[method-assign]
+    report = await prune(store, RetentionSettings(keep_last=1), now=store.now)
+    assert [one.step for one in await list_committed(store)] == [2]
+    (deletion,) = report.plan.deletions
+    assert (deletion.save, report.freed_bytes) == ("0123abcd-000001", 0)
+    assert deletion.reason == "1 newer is valid; objects of it stay: the store's retention protects it"
+    store.delete = delete  # type: ignore[method-assign]
+    store.now += 2 * 24 * 3600.0
+    await store_checkpoint(store, 3)
+    await prune(store, RetentionSettings(keep_last=2), now=store.now)
+    assert not [key for key in store.objects if key.startswith("checkpoint-1/")]
+
+
 async def test_a_save_that_commits_while_prune_looks_is_neither_judged_nor_collected(store: FakeStore) -> None:
     await store_checkpoint(store, 1)
     racing = _CommitsDuringTheListing()

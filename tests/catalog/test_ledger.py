@@ -23,6 +23,7 @@ from keepstep_agent.ports import StoreWriter
 
 LIVES = tuple(life.life for life in killed_and_resumed())
 HOUR = 3600.0
+DAY = 24 * HOUR
 
 
 async def note(store: StoreWriter, lives: Sequence[AgentLife] = LIVES, *, run: str = "") -> list[str]:
@@ -143,6 +144,64 @@ async def test_a_merge_that_fails_anywhere_loses_nothing(method: str, after_acti
     assert by_agent((await read_ledger(store)).lives) == by_agent(many())
 
 
+class _LockedStore(FakeStore):
+    """A store whose own retention protects everything."""
+
+    locked = True
+
+    async def delete(self, key: str) -> None:
+        if self.locked:
+            raise StoreError(ErrorKind.OBJECT_LOCKED, f"{key} is protected")
+        await super().delete(key)
+
+
+async def test_after_a_killed_merge_the_next_one_deletes_and_writes_nothing() -> None:
+    store = FakeStore()
+    await note(store, many())
+    before = await keys_of(store)
+    store.fail("delete", ErrorKind.UNREACHABLE)
+    with pytest.raises(StoreError):
+        await merge(store, 2)
+    left, (merged_key,) = set(before) & set(await keys_of(store)), set(await keys_of(store)) - set(before)
+    assert len(left) == await merge(store, 3, dry_run=True) == await merge(store, 3) == 1
+    assert await keys_of(store) == [merged_key]
+    assert by_agent((await read_ledger(store)).lives) == by_agent(many())
+
+
+async def _merged_objects_after(store: FakeStore, merges: int) -> int:
+    """Merge so often, a minute apart, which makes the ledger no smaller; return how many merged objects there are."""
+    for _ in range(merges):
+        store.now += 60
+        assert await merge(store, 2) == 0
+    return sum("-merged-" in key for key in await keys_of(store))
+
+
+async def test_in_a_store_that_deletes_nothing_no_entry_is_merged_twice() -> None:
+    store = _LockedStore()
+    await note(store, many())
+    assert await _merged_objects_after(store, 3) == 1
+    later = [
+        replace(life, agent=f"{life.agent}-later", entries=tuple(replace(one, at=one.at + DAY) for one in life.entries))
+        for life in many()
+    ]
+    await note(store, later)
+    assert await _merged_objects_after(store, 3) == 2
+    assert by_agent((await read_ledger(store)).lives) == by_agent([*many(), *later])
+    store.locked = False
+    await merge(store, 2)
+    assert len(await keys_of(store)) == 1
+    assert by_agent((await read_ledger(store)).lives) == by_agent([*many(), *later])
+
+
+async def test_in_a_store_that_deletes_nothing_what_arrives_late_costs_one_more_merge() -> None:
+    store = _LockedStore()
+    await note(store, many())
+    assert await _merged_objects_after(store, 2) == 1
+    late = replace(LIVES[0], agent="late", entries=LIVES[0].entries[:1])
+    await note(store, [late])
+    assert await _merged_objects_after(store, 3) == 2
+
+
 async def test_damaged_objects_are_neither_merged_nor_deleted() -> None:
     store = FakeStore()
     keys = await note(store, many())
@@ -186,7 +245,7 @@ async def test_a_prune_keeps_what_the_ledger_says_of_deleted_checkpoints() -> No
     for step in (100, 200, 300):
         await store_checkpoint(store, step)
     await note(store, many())
-    store.now += 30 * 24 * HOUR
+    store.now += 30 * DAY
     report = await prune(store, RetentionSettings(keep_last=1), now=store.now)
     assert len(report.plan.deletions) == 2
     assert report.ledger_objects == len([entry for life in many() for entry in life.entries]) - 1
@@ -198,7 +257,7 @@ async def test_a_merge_that_fails_costs_a_prune_nothing_else() -> None:
     for step in (100, 200, 300):
         await store_checkpoint(store, step)
     await note(store, many())
-    store.now += 30 * 24 * HOUR
+    store.now += 30 * DAY
     store.fail("put", ErrorKind.UNREACHABLE)
     with capture_logs() as logs:
         report = await prune(store, RetentionSettings(keep_last=1), now=store.now)

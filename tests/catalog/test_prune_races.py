@@ -114,7 +114,10 @@ class _Trainer:
         info = SaveInfo(save=save, name=f"checkpoint-{self._step}", step=self._step, kind=kind, world_size=1)
         self._world.begun[marker_key(info)] = info
         store = TurnStore(self._world.store, self._world.turns, "trainer")
-        await store_checkpoint(store, self._step, save=save, ranks=[_files(self._step)], kind=kind)
+        # Its clock is not the store's.
+        saved_at = self._world.store.now + self._random.choice([0.0, 0.0, 90.0, -90.0])
+        ranks = [_files(self._step)]
+        await store_checkpoint(store, self._step, save=save, saved_at=saved_at, ranks=ranks, kind=kind)
 
 
 class _Restore:

@@ -10,8 +10,16 @@ from tests.restore.stored_checkpoints import flip_byte, store_checkpoint, trunca
 from keepstep_agent.catalog.damage import damaged_saves, note_damage, note_passed_over
 from keepstep_agent.catalog.markers import list_committed, list_snapshots
 from keepstep_agent.catalog.pruning import prune
+from keepstep_agent.core.errors import ErrorKind, StoreError
 from keepstep_agent.core.settings.values import RetentionSettings
-from keepstep_agent.core.stored.object_layout import PRUNED_PREFIX, base_key, file_key, marker_key, pack_key
+from keepstep_agent.core.stored.object_layout import (
+    PRUNED_PREFIX,
+    base_key,
+    file_key,
+    marker_key,
+    pack_key,
+    passed_over_key,
+)
 
 
 async def test_what_a_remaining_snapshot_names_stays_and_everything_else_goes(store: FakeStore) -> None:
@@ -113,6 +121,23 @@ async def test_a_damaged_newest_justifies_no_deletion(store: FakeStore, what: st
     assert [one.step for one in (await list_snapshots(store))["node-0"]] == [3, 2]
 
 
+async def test_a_note_that_the_store_protects_does_not_end_the_prune(store: FakeStore) -> None:
+    first, second, *_ = await chain(store, 4)
+    for one in (first, second):
+        await note_passed_over(store, one.info.save, "programs failed with it")
+    delete = store.delete
+
+    async def refuse(key: str) -> None:
+        if key == passed_over_key(first.info.save):
+            raise StoreError(ErrorKind.OBJECT_LOCKED, f"{key} is protected")
+        await delete(key)
+
+    store.delete = refuse  # type: ignore[method-assign]
+    await pruned(store)
+    assert await damaged_saves(store) == {first.info.save}
+    assert not {1, 2} & {one.step for one in (await list_snapshots(store))["node-0"]}
+
+
 async def test_the_note_of_a_snapshot_that_was_passed_over_goes_with_it(store: FakeStore) -> None:
     first, *_ = await chain(store, 3)
     await note_passed_over(store, first.info.save, "programs failed with it")
@@ -207,3 +232,15 @@ async def test_after_a_commit_a_reserved_snapshot_stays_whoever_reserves_it(stor
     report = await pruned_recent(store)
     assert await left(store) == [4, 2]
     assert why_kept(report.plan)[manifests[1].info.save] == "a snapshot in progress shares its objects"
+
+
+async def test_a_snapshot_that_the_store_protects_stays_with_all_that_it_names(store: FakeStore) -> None:
+    first, *_ = await chain(store)
+    before = set(store.objects)
+    # Markers go first: that of the first snapshot is refused, and it names what others own.
+    store.fail("delete", ErrorKind.OBJECT_LOCKED)
+    report = await pruned(store)
+    assert report.plan.deletions == ()
+    reasons = why_kept(report.plan)
+    assert reasons[first.info.save] == "the store's retention protects it"
+    assert {key for key in before - set(store.objects) if not key.startswith(".")} == set()

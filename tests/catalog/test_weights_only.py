@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import pytest
+from structlog.testing import capture_logs
 from tests.core.listings import why_kept
 from tests.fakes.fake_store import FakeStore
 from tests.fakes.memory_store import MemoryStore
@@ -23,7 +24,14 @@ from keepstep_agent.core.errors import ErrorKind, StoreError
 from keepstep_agent.core.policies.restore_choice import Pin, encode_pin
 from keepstep_agent.core.policies.storage_use import AgeLimits, Amount, RunState, UseKind
 from keepstep_agent.core.settings.values import Duration, RetentionSettings
-from keepstep_agent.core.stored.object_layout import COMMITS_PREFIX, WEIGHTS_PREFIX, damage_key, file_key, pin_key
+from keepstep_agent.core.stored.object_layout import (
+    COMMITS_PREFIX,
+    RESUME_PREFIX,
+    WEIGHTS_PREFIX,
+    damage_key,
+    file_key,
+    pin_key,
+)
 from keepstep_agent.core.stored.weights_marker import decode_weights_marker, encode_weights_marker
 from keepstep_agent.restore.agreement import Agreement
 from keepstep_agent.restore.init_step import Restored
@@ -342,3 +350,46 @@ async def test_what_a_pin_names_stays_whole_however_old_the_pin_is() -> None:
         await store_checkpoint(store, step, ranks=[_files(step)])
     await prune(store, _KEEP, now=store.now)
     assert [found.step for found in await list_committed(store)] == [5, 4, 1]
+
+
+@pytest.mark.parametrize("refused", [1, 2])
+async def test_what_the_stores_own_retention_protects_keeps_its_optimizer(refused: int) -> None:
+    """`refused`: which deletion: that of the commit marker, or that of the first file."""
+    store = FakeStore()
+    await _fill(store, steps=4)
+    delete, deletions = store.delete, 0
+
+    async def refuse(key: str) -> None:
+        nonlocal deletions
+        deletions += 1
+        if deletions == refused:
+            raise StoreError(ErrorKind.OBJECT_LOCKED, f"{key} is protected")
+        await delete(key)
+
+    store.delete = refuse  # type: ignore[method-assign]
+    report = await prune(store, replace(_KEEP, keep_last=1), now=store.now)
+    assert [one.committed.step for one in report.reductions] == [1]
+    if refused == 1:
+        assert await _steps(store) == ([4, 3, 2], [1])
+    await prune(store, replace(_KEEP, keep_last=1), now=store.now)
+    assert await _steps(store) == ([4, 3], [2, 1])
+
+
+class _ArchivedPins(FakeStore):
+    """What a lifecycle rule has moved to an archive is listed, and not given."""
+
+    def called(self, method: str, key: str) -> StoreError | None:
+        if method == "get" and key.startswith(RESUME_PREFIX):
+            return StoreError(ErrorKind.REQUEST_REFUSED, f"{key}: the object is archived")
+        return super().called(method, key)
+
+
+async def test_an_old_pin_that_is_archived_keeps_all_files_and_saves_are_pruned_all_the_same() -> None:
+    store = _ArchivedPins()
+    await store.put(pin_key("job-1", 0), encode_pin(Pin(attempt="job-1", markers=())))
+    await _fill(store)
+    with capture_logs() as logs:
+        report = await prune(store, replace(_KEEP, keep_every_steps=2), now=store.now)
+    assert await _steps(store) == ([5, 4, 2], [])
+    assert not report.reductions
+    assert [line["event"] for line in logs if line["log_level"] == "warning"] == ["retention.weights_only_waits"]

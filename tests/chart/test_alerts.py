@@ -81,6 +81,7 @@ CASES: dict[str, tuple[dict[str, str], set[str]]] = {
         {f'keepstep_checkpoints_total{{{AGENT},outcome="failed"}}': "0+0x195 1+0x5"},
         {"KeepstepCheckpointFailed"},
     ),
+    "work that killed two agents": ({f"keepstep_set_aside{{{AGENT}}}": "0+0x150 1+0x50"}, {"KeepstepWorkSetAside"}),
     "older checkpoints were shed": ({f'keepstep_checkpoints_total{{{AGENT},outcome="shed"}}': "0+1x200"}, set()),
     "the certificate was not renewed": (
         {f"keepstep_webhook_certificate_seconds_left{{{WEBHOOK}}}": "1200000-60x200"},

@@ -141,7 +141,7 @@ def test_every_flag_of_the_console_is_the_charts_to_set() -> None:
     passed = {flag.split("=")[0] for values in (TOKEN, PROXY) for flag in container_of(render(values))["args"][2:]}
     options = {option.name: set(option.opts) for option in console.params}
     left = {name for name, flags in options.items() if not flags & passed}
-    assert left == {"destination", "region", "addressing", "verify_tls", "log_format"}
+    assert left == {"destination", "region", "addressing", "requester_pays", "verify_tls", "log_format"}
 
 
 @pytest.mark.parametrize(

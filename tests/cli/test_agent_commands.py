@@ -208,7 +208,7 @@ def test_doctor_gives_every_finding_and_fails_for_a_destination_that_is_none(rcl
     options = ("--endpoint-url", rclone_bucket.endpoint_url)
     fit = keepstep("doctor", rclone_bucket.destination, *options)
     assert fit.returncode == 0, fit.stderr
-    assert "ok    put: objects can be written" in fit.stdout.splitlines()
+    assert "ok    put: objects can be written and replaced" in fit.stdout.splitlines()
     assert {line[:6] for line in fit.stdout.splitlines()} <= {"ok    ", "warn  ", "      "}
     unfit = keepstep("doctor", "s3://no-such-bucket-here/run", *options, "--json")
     assert unfit.returncode == 1

@@ -82,7 +82,7 @@ def test_every_setting_of_the_store_is_read_and_its_mistakes_are_said(bucket: St
     assert refused.stderr.splitlines() == [
         "error: --addressing: 'none' is not one of auto, path, virtual",
         "error: KEEPSTEP_S3_CONNECT_TIMEOUT_SECONDS: 'abc' is not a number",
-        "error: kms_key_id needs server_side_encryption aws:kms",
+        "error: KEEPSTEP_S3_KMS_KEY_ID needs --server-side-encryption aws:kms",
         "hint: every setting is described in docs/settings.md",
     ]
 

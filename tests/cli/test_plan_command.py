@@ -90,7 +90,7 @@ def test_small_jobs_get_a_size_in_mebibytes() -> None:
         (("--mtbf", "0h"), "'0h' must be more than 0"),
         (("--pods", "0"), "0 is not in the range"),
         (("--keep-last", "few"), "--keep-last: 'few' is not a number"),
-        (("--keep-every-steps", "100", "--step", "1s"), "keep_every_steps needs keep_last"),
+        (("--keep-every-steps", "100", "--step", "1s"), "--keep-every-steps needs --keep-last"),
         (("--keep-every-steps", "100", "--keep-last", "1"), "--keep-every-steps needs --step"),
         (("--price-per-gib-month", "free"), "'free' is not a price"),
     ],

@@ -70,7 +70,7 @@ def test_prune_only_shows_what_it_would_delete_and_how_to_delete_it(
     assert (completed.returncode, completed.stderr) == (0, "")
     assert [line.split() for line in completed.stdout.splitlines()[:2]] == [
         ["NAME", "SAVE", "SIZE", "WHY"],
-        ["checkpoint-100", "0123abcd-000100", "would", "be", "deleted", "282", "B", "2", "newer", "are", "valid"],
+        ["checkpoint-100", "0123abcd-000100", "would", "be", "deleted", "288", "B", "2", "newer", "are", "valid"],
     ]
     assert completed.stdout.splitlines()[-1] == "nothing was deleted: add --yes to delete"
     assert content(bucket) == before
@@ -155,8 +155,8 @@ def test_prune_says_which_options_need_another(bucket: StoreSettings) -> None:
     assert (refused.returncode, refused.stderr.splitlines()) == (
         2,
         [
-            "error: keep_every_seconds needs keep_last: with keep_last 0 everything is kept",
-            "error: keep_daily needs keep_last: with keep_last 0 everything is kept",
+            "error: --keep-every-seconds needs --keep-last: with --keep-last 0 everything is kept",
+            "error: --keep-daily needs --keep-last: with --keep-last 0 everything is kept",
             "hint: every setting is described in docs/settings.md",
         ],
     )

@@ -19,6 +19,6 @@ def test_defaults_with_which_no_pod_could_be_injected_are_refused_at_once() -> N
         "error: no pod could be injected with these defaults: "
         "there is no annotation keepstep.dev/keep-lasts: did you mean keepstep.dev/keep-last?; "
         "keepstep.dev/memory: '1Mi' is less than the 128Mi that the agent needs: write a size such as 256Mi; "
-        "part_size_bytes 1 is less than S3's minimum: give 5MiB or more",
+        "keepstep.dev/part-size-bytes: 1 is less than S3's minimum: give 5MiB or more",
         "hint: docs/annotations.md says which annotations every pod may be given",
     ]

@@ -118,7 +118,8 @@ def write(folder: Path) -> None:
                 wait_for(lambda: stopping)
                 (folder / "stopping").touch()
         elif not ARGUMENTS.early:
-            wait_for((folder / "writing").exists)
+            # A file exists before its text does.
+            wait_for(lambda: (folder / "writing").exists() and (folder / "writing").read_text())
             say("children", (folder / "writing").read_text())
             wait_for(lambda: stopping)
             say("stopping")

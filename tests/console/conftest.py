@@ -11,6 +11,7 @@ from tests.fakes.fake_store import FakeStore
 from tests.fakes.memory_store import StoredObject
 
 from keepstep_agent.adapters.http_server import serving
+from keepstep_agent.console.access import Access
 from keepstep_agent.console.application import console_pages
 from keepstep_agent.console.refresh import Runs
 from keepstep_agent.console.settings import ConsoleSettings
@@ -52,7 +53,7 @@ async def console() -> AsyncIterator[Opener]:
             store = FakeStore()
             given = ConsoleSettings(destination="s3://bucket/runs", **settings)
             runs = Runs(store, given, clock=lambda: NOW)
-            pages = console_pages(runs, given, clock=lambda: NOW)
+            pages = console_pages(runs, given, Access(given, clock=lambda: NOW), clock=lambda: NOW)
             served = serving(pages, ("127.0.0.1", 0), option="--address", most=16, ask_seconds=60.0, finish_seconds=1.0)
             _, port = await stack.enter_async_context(served)
             session = await stack.enter_async_context(aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar()))

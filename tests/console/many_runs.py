@@ -13,6 +13,7 @@ from tests.console.stored_runs import Objects, long_run
 from keepstep_agent.adapters.http_server import serving
 from keepstep_agent.adapters.rate_limit import RateLimiter
 from keepstep_agent.adapters.s3.store import open_s3_store
+from keepstep_agent.console.access import Access
 from keepstep_agent.console.application import console_pages
 from keepstep_agent.console.refresh import Runs
 from keepstep_agent.console.settings import ConsoleSettings
@@ -87,7 +88,7 @@ async def _serve(runs: int, checkpoints: int, *, stay: bool) -> None:
         await known.read_all()
     async with (
         serving(
-            console_pages(known, settings),
+            console_pages(known, settings, Access(settings)),
             ("127.0.0.1", 0),
             option="--address",
             most=16,

@@ -7,6 +7,8 @@ from urllib.parse import quote_from_bytes
 import pytest
 from tests.console.conftest import NOW, Opener
 
+from keepstep_agent.console.access import TooManyTokensError, WrongTokens
+
 TOKEN = "0123456789abcdef-token"
 PROXY = (ipaddress.ip_network("127.0.0.0/8"),)
 ELSEWHERE = (ipaddress.ip_network("10.0.0.0/8"),)
@@ -99,6 +101,88 @@ async def test_signing_in_leads_to_no_other_site(console: Opener, following: str
     opened = await console(token=TOKEN)
     _, _, headers = await opened.ask("POST", "/sign-in", data={"token": TOKEN, "next": following})
     assert headers["Location"] == "/"
+
+
+async def test_after_ten_wrong_tokens_no_other_is_looked_at_and_sessions_go_on(console: Opener) -> None:
+    opened = await console(token=TOKEN)
+    _, _, headers = await opened.ask("POST", "/sign-in", data={"token": TOKEN})
+    cookie = {"Cookie": f"keepstep-console={SimpleCookie(headers['Set-Cookie'])['keepstep-console'].value}"}
+    wrong = {"Authorization": "Bearer wrong"}
+    for _ in range(5):
+        assert (await opened.ask("POST", "/sign-in", data={"token": "wrong"}))[0] == 403
+        assert (await opened.get("/api/runs", headers=wrong))[0] == 401
+    right = {"Authorization": f"Bearer {TOKEN}"}
+    refused = [
+        await opened.ask("POST", "/sign-in", data={"token": TOKEN}),
+        await opened.get("/api/runs", headers=right),
+        await opened.get("/", headers=wrong),
+    ]
+    assert [status for status, _, _ in refused] == [429] * 3
+    assert all(0 < int(headers["Retry-After"]) <= 6 for _, _, headers in refused)
+    assert (await opened.get("/api/runs", headers=cookie))[0] == 200
+    assert (await opened.get("/api/runs", headers=cookie | wrong))[0] == 200
+    assert (await opened.get("/sign-in"))[0] == 200
+
+
+async def test_a_trusted_proxy_says_whose_wrong_tokens_they_are(console: Opener) -> None:
+    opened = await console(token=TOKEN, user_header="X-User", trusted_proxies=PROXY)
+    wrong = {"Authorization": "Bearer wrong"}
+    for _ in range(11):
+        # A client may have put anything before what its proxy adds.
+        status, _, _ = await opened.get("/api/runs", headers=wrong | {"X-Forwarded-For": "192.0.2.2, 192.0.2.1"})
+    assert status == 429
+    other = {"Authorization": f"Bearer {TOKEN}", "X-Forwarded-For": "192.0.2.1, 192.0.2.2"}
+    assert (await opened.get("/api/runs", headers=other))[0] == 200
+
+
+async def test_what_a_trusted_proxy_says_in_a_line_of_its_own_counts(console: Opener) -> None:
+    opened = await console(token=TOKEN, user_header="X-User", trusted_proxies=PROXY)
+    for number in range(11):
+        lines = [("Authorization", "Bearer wrong"), ("X-Forwarded-For", f"192.0.2.{number}")]
+        status, _, _ = await opened.get("/api/runs", headers=[*lines, ("X-Forwarded-For", "198.51.100.1")])
+    assert status == 429
+
+
+async def test_nobody_else_says_whose_wrong_tokens_they_are(console: Opener) -> None:
+    opened = await console(token=TOKEN)
+    for number in range(11):
+        headers = {"Authorization": "Bearer wrong", "X-Forwarded-For": f"192.0.2.{number}"}
+        status, _, _ = await opened.get("/api/runs", headers=headers)
+    assert status == 429
+
+
+def test_an_allowance_of_wrong_tokens_comes_back_with_time() -> None:
+    now = 0.0
+    wrong = WrongTokens(lambda: now)
+    for _ in range(10):
+        wrong.check("a")
+        wrong.add("a")
+    with pytest.raises(TooManyTokensError) as refused:
+        wrong.check("a")
+    assert refused.value.wait_seconds == 6
+    wrong.check("b")
+    now = 6.0
+    wrong.check("a")
+    wrong.add("a")
+    with pytest.raises(TooManyTokensError):
+        wrong.check("a")
+    now = 1000.0
+    for _ in range(10):
+        wrong.check("a")
+        wrong.add("a")
+
+
+def test_many_addresses_together_are_slowed_too_and_take_no_memory_without_end() -> None:
+    now = 0.0
+    wrong = WrongTokens(lambda: now)
+    for number in range(100):
+        wrong.check(str(number))
+        wrong.add(str(number))
+    with pytest.raises(TooManyTokensError):
+        wrong.check("of one that gave none")
+    for number in range(5000):
+        wrong.add(str(number))
+    assert len(wrong._whole_at) == 1000
 
 
 async def test_a_proxys_header_lets_in_whom_it_names(console: Opener) -> None:

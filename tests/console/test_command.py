@@ -10,6 +10,7 @@ from tests.harness.agent_process import wait_until
 from tests.harness.bounds import HANG_SECONDS
 from tests.harness.console_process import ConsoleProcess
 from tests.harness.warm_python import keepstep
+from tests.podsim.volumes import write_atomically
 from tests.servers.fault_proxy import FaultProxy
 from tests.servers.server import Bucket
 
@@ -55,6 +56,25 @@ def test_a_destination_that_is_missing_is_said_on_the_page_until_it_is_there(tmp
         assert console.get("readyz")[0] == 503
         write(tmp_path / "bucket", "one/", interrupted_run())
         wait_until(lambda: "72.6%" in console.get("")[1], HANG_SECONDS, "the run is read")
+
+
+def test_a_token_that_is_replaced_in_its_file_counts_and_the_old_one_no_more(tmp_path: Path) -> None:
+    (tmp_path / "bucket").mkdir()
+    write_atomically(tmp_path / "token", {"token": TOKEN})
+    option = f"--token-file={tmp_path}/token/token"
+    with ConsoleProcess(tmp_path / "log", f"file://{tmp_path}/bucket", option) as console:
+
+        def status(token: str) -> int:
+            return console.get("api/runs", {"Authorization": f"Bearer {token}"})[0]
+
+        assert status(TOKEN) == 200
+        write_atomically(tmp_path / "token", {"token": "short"})
+        wait_until(lambda: "token.unusable" in console.log_text(), HANG_SECONDS, "it says that the token is too short")
+        assert (status(TOKEN), status("short")) == (200, 401)
+        write_atomically(tmp_path / "token", {"token": TOKEN[::-1]})
+        wait_until(lambda: status(TOKEN[::-1]) == 200, HANG_SECONDS, "the new token counts")
+        assert status(TOKEN) == 401
+        assert TOKEN[::-1] not in console.log_text()
 
 
 def test_a_token_is_asked_for_and_never_told(tmp_path: Path) -> None:

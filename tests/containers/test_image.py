@@ -86,6 +86,12 @@ def test_it_runs_as_a_numbered_user_that_is_not_root_and_as_any_other_on_a_read_
         assert "written" not in said
 
 
+def test_its_home_is_empty_and_roots_whoever_it_runs_as(engine: Engine) -> None:
+    look = "stat -c '%u %a' $HOME; ls -A $HOME; touch $HOME/x 2>/dev/null && echo written"
+    for user in ("65532:65532", "1000730000:0"):
+        assert run(engine, f"{look}; true", entrypoint=["sh", "-c"], user=user) == "0 555\n"
+
+
 def test_it_holds_no_compiler_no_installer_and_no_torch(engine: Engine) -> None:
     look = (
         "for tool in gcc cc c++ g++ ld make pip pip3; do command -v $tool; done; "

@@ -16,6 +16,7 @@ from keepstep_agent.core.agent.commands import (
     Exit,
     PutFile,
     PutPack,
+    Recall,
     Reconcile,
     Release,
     SendPart,
@@ -32,6 +33,7 @@ from keepstep_agent.core.agent.events import (
     ManifestStored,
     PackStored,
     PartStored,
+    Recalled,
     Reconciled,
     Released,
     SentChecked,
@@ -46,6 +48,7 @@ from keepstep_agent.core.agent.reducer import advance
 from keepstep_agent.core.agent.state import State
 from keepstep_agent.core.agent.work import Operation, WorkId
 from keepstep_agent.core.errors import ErrorKind
+from keepstep_agent.core.file_lists import SnapshotContent, staged_files
 from keepstep_agent.core.model import (
     FileEntry,
     Fingerprint,
@@ -53,7 +56,6 @@ from keepstep_agent.core.model import (
     Phase,
     PinMethod,
     SaveInfo,
-    SnapshotContent,
     SourceFile,
     StagedFile,
 )
@@ -90,7 +92,7 @@ class Play:
     """`in_flight` are the commands that nobody has answered yet, `journal` what was made durable.
 
     `steps`, `sources`, `recorded_at`: of a save; else they are counted, or none. `sizes`: of what a save and a rank of
-    it pin.
+    it pin. `unread`: what the journal has of a save that is set aside.
     """
 
     def __init__(self, *, max_concurrency: int = 2) -> None:
@@ -104,6 +106,7 @@ class Play:
         self.sources: dict[str, str] = {}
         self.directories: dict[str, str] = {}
         self.recorded_at: dict[str, float] = {}
+        self.unread: dict[str, tuple[DurableEvent, ...]] = {}
         self.feed(Started(at=self.now, fresh=True))
 
     def feed(self, event: Event) -> tuple[Command, ...]:
@@ -260,7 +263,7 @@ class Play:
         match command:
             case Stage():
                 sizes = self.sizes[command.work.save, command.work.rank]
-                files = tuple(
+                files = staged_files(
                     staged_file(path, size, inode=crc32(f"{command.work.save}/{path}".encode()))
                     for path, size in zip(files_of(command), sizes, strict=False)
                 )
@@ -283,9 +286,9 @@ class Play:
                 size_bytes = command.region.size_bytes
                 return FileStored(at=at, work=command.work, checksum=7 if size_bytes else None, size_bytes=size_bytes)
             case PutPack():
-                files = command.pack.files
-                size_bytes = sum(file.size_bytes for file in files)
-                return PackStored(at=at, work=command.work, checksums=tuple(range(len(files))), size_bytes=size_bytes)
+                packed = command.pack.files
+                size_bytes = sum(file.size_bytes for file in packed)
+                return PackStored(at=at, work=command.work, checksums=tuple(range(len(packed))), size_bytes=size_bytes)
             case CompleteUpload():
                 return FileStored(at=at, work=command.work, checksum=None, size_bytes=0)
             case CheckSent():
@@ -298,5 +301,7 @@ class Play:
                 return Abandoned(at=at, work=command.work)
             case Release():
                 return Released(at=at, work=command.work)
+            case Recall():
+                return Recalled(at=at, work=command.work, events=self.unread[command.work.save])
             case _:
                 raise AssertionError(command)

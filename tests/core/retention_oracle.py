@@ -3,7 +3,7 @@
 It looks at the checkpoints one by one and asks of each every question again, however long that takes.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 
 from keepstep_agent.core.policies.restore_choice import CommittedSave
@@ -55,30 +55,35 @@ def _is_among_the_newest(
 
 
 def _is_wanted(one: CommittedSave, saves: Sequence[CommittedSave], settings: RetentionSettings) -> bool:
-    every, seconds = settings.keep_every_steps, settings.keep_every_seconds
+    every = settings.keep_every_steps
     if every and not one.series:
         milestones = range(0, one.step + 1, every)
         reached = [step for step in milestones if not any(step <= other.step < one.step for other in saves)]
         if one.step in milestones or [step for step in reached if step > 0]:
             return True
-    if seconds:
-        same = [other for other in saves if int(other.modified_at / seconds) == int(one.modified_at / seconds)]
-        if _is_last(one, same):
+    stored_at = {other.save: other.modified_at for other in saves}
+    saved_at = {other.save: min(other.saved_at, other.modified_at) or other.modified_at for other in saves}
+    return any(_is_wanted_by_time(one, saves, settings, times) for times in (stored_at, saved_at))
+
+
+def _is_wanted_by_time(
+    one: CommittedSave, saves: Sequence[CommittedSave], settings: RetentionSettings, times: Mapping[str, float]
+) -> bool:
+    def day(one: CommittedSave) -> str:
+        return datetime.fromtimestamp(times[one.save], UTC).strftime("%Y-%m-%d")
+
+    def is_last(others: Iterable[CommittedSave]) -> bool:
+        """Whether none of the others was committed later, nor at the same moment with a higher step."""
+        return not any(
+            times[other.save] > times[one.save] or (times[other.save] == times[one.save] and _is_newer(other, one))
+            for other in others
+        )
+
+    if seconds := settings.keep_every_seconds:
+        interval = int(times[one.save] / seconds)
+        if is_last(other for other in saves if int(times[other.save] / seconds) == interval):
             return True
-    if settings.keep_daily:
-        days = sorted({_day(other) for other in saves})
-        if _day(one) in days[-settings.keep_daily :]:
-            return _is_last(one, [other for other in saves if _day(other) == _day(one)])
-    return False
-
-
-def _day(one: CommittedSave) -> str:
-    return datetime.fromtimestamp(one.modified_at, UTC).strftime("%Y-%m-%d")
-
-
-def _is_last(one: CommittedSave, saves: Sequence[CommittedSave]) -> bool:
-    """Whether none of the others was committed later, nor at the same moment with a higher step."""
-    return not any(
-        other.modified_at > one.modified_at or (other.modified_at == one.modified_at and _is_newer(other, one))
-        for other in saves
+    days = sorted({day(other) for other in saves})
+    return day(one) in days[len(days) - min(settings.keep_daily, len(days)) :] and is_last(
+        other for other in saves if day(other) == day(one)
     )

@@ -150,7 +150,7 @@ def test_a_backlog_asks_the_store_few_things_at_once_and_the_newest_does_not_wai
 def test_a_just_in_time_save_costs_about_the_same_whatever_waits() -> None:
     few, many = _with_backlog(200), _with_backlog(2_000)
     # The notice looks at each once, so that nothing waits for its retry any more.
-    notice = 30 * 1_800
+    notice = 32 * 1_800
     assert _lines(lambda: _save_just_in_time(many)) < 1.1 * _lines(lambda: _save_just_in_time(few)) + notice
 
 

@@ -15,6 +15,7 @@ from keepstep_agent.core.agent.events import (
 )
 from keepstep_agent.core.agent.work import Operation, WorkId
 from keepstep_agent.core.errors import ErrorKind
+from keepstep_agent.core.file_lists import staged_files
 from keepstep_agent.core.model import Kind, Phase
 
 _COMMIT = WorkId(Operation.COMMIT, "save")
@@ -235,11 +236,12 @@ def test_a_file_that_was_pinned_from_the_same_path_before_is_copied_and_so_is_al
     play.finish()
     play.announce_only("second")
     stage = _stage_of(play, "second")
-    (linked,) = play.state.checkpoints["first"].contributions[0].linked_files()
-    assert (stage.private, stage.rewritten_inodes) == (False, frozenset({linked.file.fingerprint.inode}))
+    linked = play.state.checkpoints["first"].contributions[0].linked_inodes()
+    assert linked
+    assert (stage.private, stage.rewritten_inodes) == (False, linked)
     del play.in_flight[stage.work]
     copied = replace(staged_file("r0-0", 1, inode=77), private=True)
-    play.feed(Staged(at=play.now, work=stage.work, files=(copied,), part_size_bytes=PART_BYTES))
+    play.feed(Staged(at=play.now, work=stage.work, files=staged_files([copied]), part_size_bytes=PART_BYTES))
     play.announce_only("third")
     assert _stage_of(play, "third").private
     play.announce_only("beside it")
@@ -253,7 +255,7 @@ def test_a_file_that_could_not_be_linked_is_not_taken_for_one_that_is_rewritten(
     stage = _stage_of(play, "first")
     del play.in_flight[stage.work]
     copied = replace(staged_file("r0-0", 1, inode=77), private=True)
-    play.feed(Staged(at=play.now, work=stage.work, files=(copied,), part_size_bytes=PART_BYTES))
+    play.feed(Staged(at=play.now, work=stage.work, files=staged_files([copied]), part_size_bytes=PART_BYTES))
     play.announce_only("again")
     assert not _stage_of(play, "again").private
 
@@ -285,6 +287,6 @@ def _two_saves_of_one_inode(play: Play, *, stored: bool) -> None:
         work = WorkId(Operation.STAGE, save, 0)
         del play.in_flight[work]
         file = staged_file("r0-0", 1, inode=5, mtime_ns=mtime_ns)
-        play.feed(Staged(at=play.now, work=work, files=(file,), part_size_bytes=PART_BYTES))
+        play.feed(Staged(at=play.now, work=work, files=staged_files([file]), part_size_bytes=PART_BYTES))
         if stored and save == "old":
             play.answer(WorkId(Operation.PUT_FILE, "old", 0, "r0-0"))

@@ -86,7 +86,7 @@ def _fails_until(play: Play, until: float) -> None:
 
 
 @pytest.mark.parametrize("lost", ["before the end", "after the end"])
-def test_without_a_deadline_an_unreachable_store_is_given_up_after_a_grace_period(lost: str) -> None:
+def test_without_a_deadline_an_unreachable_store_is_given_up_after_the_timeout(lost: str) -> None:
     play = Play()
     play.announce("save", (1,) * 4)
     if lost == "before the end":
@@ -96,20 +96,21 @@ def test_without_a_deadline_an_unreachable_store_is_given_up_after_a_grace_perio
     _fails_until(play, play.now + 1000)
     assert play.exit is not None
     assert play.exit.code == NOT_DURABLE_EXIT_CODE
-    grace_seconds = play.state.settings.termination.grace_seconds
-    assert ended_at + grace_seconds <= play.now <= ended_at + grace_seconds + 10
+    timeout_seconds = play.state.settings.termination.drain_timeout_seconds
+    assert ended_at + timeout_seconds <= play.now <= ended_at + timeout_seconds + 10
 
 
 def test_without_a_deadline_a_store_that_comes_back_in_time_gets_everything() -> None:
     play = Play()
     play.announce("save", (1,) * 4)
     stop(play, trainers_gone=True)
+    timeout_seconds = play.state.settings.termination.drain_timeout_seconds
     for _ in range(3):
-        _fails_until(play, play.now + play.state.settings.termination.grace_seconds - 10)
+        _fails_until(play, play.now + timeout_seconds - 10)
         assert play.exit is None
         work = next(iter(play.in_flight))
         play.answer(work)
-    play.finish(seconds_each=play.state.settings.termination.grace_seconds)
+    play.finish(seconds_each=timeout_seconds)
     assert play.exit == Exit(code=0, lost=())
 
 

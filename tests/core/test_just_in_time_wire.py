@@ -17,6 +17,7 @@ from keepstep_agent.core.agent.events import (
 from keepstep_agent.core.agent.reducer import advance
 from keepstep_agent.core.agent.state import State
 from keepstep_agent.core.agent.work import Operation, WorkId
+from keepstep_agent.core.file_lists import staged_files
 from keepstep_agent.core.model import Fingerprint, Kind, SaveInfo, StagedFile
 from keepstep_agent.core.settings.values import MIB, Settings, StoreSettings, TransferSettings
 
@@ -43,7 +44,7 @@ def announce(state: State, save: str, step: int, kind: Kind, parts: int) -> list
     return run(
         state,
         Announced(at=1.0, info=info, rank=0, path=path, files=(), local_world_size=1),
-        Staged(at=1.0, work=WorkId(Operation.STAGE, save, 0), files=(file,), part_size_bytes=PART_BYTES),
+        Staged(at=1.0, work=WorkId(Operation.STAGE, save, 0), files=staged_files([file]), part_size_bytes=PART_BYTES),
     )
 
 

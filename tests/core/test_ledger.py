@@ -15,6 +15,7 @@ from keepstep_agent.core.stored.ledger import (
     Alive,
     LedgerEntry,
     SaveLost,
+    WorkSetAside,
     decode_lives,
     encode_life,
     joined_lives,
@@ -30,6 +31,7 @@ def every_kind() -> NotedLife:
     life.save(20, 21, 8, units={"tokens": 4096.0}, stall_seconds=0.5)
     life.commit(25, 8)
     life.add(SaveLost, 26, save="save-9", outcome="shed", reason="a newer one is committed")
+    life.add(WorkSetAside, 27, work="checkpoint-9", doing="put-file", deaths=2, save="save-9")
     life.notice(30)
     life.add(Alive, 31, ranks=8, step=8)
     life.end(40)

@@ -13,6 +13,7 @@ from keepstep_agent.core.agent.reducer import advance
 from keepstep_agent.core.agent.state import State
 from keepstep_agent.core.agent.work import Operation, WorkId
 from keepstep_agent.core.errors import ErrorKind, RequestError
+from keepstep_agent.core.file_lists import staged_files
 from keepstep_agent.core.model import Kind, Phase, SaveInfo
 from keepstep_agent.runtime.engine.event_codec import decode_event, encode_event
 
@@ -192,9 +193,7 @@ def test_a_copy_of_the_program_s_own_file_is_no_sign_that_the_save_s_files_are_r
         command = play.in_flight.pop(WorkId(Operation.STAGE, save, 0))
         assert isinstance(command, Stage)
         assert not command.private
-        files = (
-            staged_file("weights", 10, inode=step),
-            replace(staged_file("train.log", 10, inode=100 + step), private=True),
-        )
+        weights, log = staged_file("weights", 10, inode=step), staged_file("train.log", 10, inode=100 + step)
+        files = staged_files([weights, replace(log, private=True)])
         play.feed(Staged(at=play.now, work=command.work, files=files, part_size_bytes=command.part_size_bytes))
     assert not play.state.rewritten_paths

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keepstep_agent.core.errors import ErrorKind, RequestError, StoreError
-from keepstep_agent.core.limits import MANIFEST_BYTES, MANIFESTS_BYTES, MARKER_BYTES, PIN_BYTES
-from keepstep_agent.core.model import FileEntry, Kind, ManifestReference, PackPlace, RankManifest, SaveInfo
+from keepstep_agent.core.limits import FILES_PER_RANK, MANIFEST_BYTES, MANIFESTS_BYTES, MARKER_BYTES, PIN_BYTES
+from keepstep_agent.core.model import FileEntry, Kind, ManifestReference, Owner, PackPlace, RankManifest, SaveInfo
 from keepstep_agent.core.policies.restore_choice import Pin, decode_pin, encode_pin
 from keepstep_agent.core.stored import checked_json
 from keepstep_agent.core.stored.manifest import (
@@ -20,6 +20,7 @@ from keepstep_agent.core.stored.manifest import (
     decode_marker,
     encode_manifest,
     encode_marker,
+    expected_manifest_bytes,
 )
 from keepstep_agent.core.stored.object_layout import check_file_path
 from keepstep_agent.core.stored.packs_and_parts import LARGEST_PACK_BYTES
@@ -47,6 +48,27 @@ def _alone(draw: st.DrawFn) -> FileEntry:
         part_size_bytes=part_size_bytes,
         checksums=tuple(draw(_checksums) for _ in range(count)),
     )
+
+
+def test_a_snapshot_of_as_many_files_as_may_be_fits_into_a_manifest_and_the_estimate() -> None:
+    count = 1_000
+    paths = [f"part-{number // 1000:03d}/sample-{number:06d}.bin" for number in range(count)]
+    entries = [
+        FileEntry(
+            path=path,
+            size_bytes=240,
+            part_size_bytes=64 * 1024**2,
+            checksums=(2**63,),
+            place=PackPlace(number=1, offset_bytes=2**20),
+            owner=Owner(name="node-0", save="earlier", rank=0, path=path),
+            modified_ns=2**60,
+        )
+        for path in paths
+    ]
+    info = SaveInfo(save="save", name="node-0", step=1, kind=Kind.SNAPSHOT, world_size=1)
+    body = encode_manifest([RankManifest(info=info, rank=0, saved_at=1.0, files=entries)])
+    assert len(body) <= expected_manifest_bytes(paths, is_snapshot=True)
+    assert len(body) * FILES_PER_RANK / count <= MANIFEST_BYTES
 
 
 def _info(world_size: int = 2) -> SaveInfo:
@@ -234,6 +256,14 @@ def test_a_manifest_that_is_not_understood_to_the_last_byte_is_corrupt(change: d
     with pytest.raises(StoreError, match="the-key") as refused:
         decode_manifest(body, "the-key")
     assert refused.value.kind is ErrorKind.CHECKPOINT_CORRUPT
+
+
+def test_a_path_that_is_no_text_is_corrupt() -> None:
+    body = encode_manifest([RankManifest(info=_info(), rank=0, saved_at=1.0, files=(_entry("weights"),))])
+    content = body[: body.rindex(b',"crc32"')].replace(b'"weights"', b'"w\xffights"')
+    with pytest.raises(StoreError) as caught:
+        decode_manifest(content + b',"crc32":"%08x"}\n' % crc32(content), "key")
+    assert caught.value.kind is ErrorKind.CHECKPOINT_CORRUPT
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b"{", b"\xff", b"null", b"{}"])

@@ -1,6 +1,7 @@
 """When a snapshot of the output directories is due, and which files are fit for it: programs on a virtual clock."""
 
 import random
+import tracemalloc
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -9,6 +10,27 @@ from tests.core.played_program import LOOK_SECONDS, UNIX, Played, saves_stored
 from keepstep_agent.core.mirror.output_history import Decision, OutputHistory
 from keepstep_agent.core.mirror.output_scan import OutputScan, is_log
 from keepstep_agent.core.model import Fingerprint
+
+
+def test_many_files_that_are_written_together_take_less_than_a_kibibyte_each() -> None:
+    count = 20_000
+    files = {
+        f"out/part-{number // 1000:03d}/sample-{number:06d}.bin": Fingerprint(
+            size_bytes=240, mtime_ns=int(UNIX * 1e9) + number, inode=2**32 + number
+        )
+        for number in range(count)
+    }
+    history = OutputHistory({})
+    tracemalloc.start()
+    try:
+        for at, scan in ((0.0, OutputScan()), (1.0, OutputScan(files=files)), (4.0, OutputScan(files=files))):
+            history.note(scan, {}, at=at, unix_at=UNIX + at, lives=True)
+            decision = history.decide({}, {})
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(decision.fit) == count
+    assert peak_bytes / count < 1000
 
 
 def test_a_snapshot_is_due_when_all_has_been_quiet_for_two_seconds(played: Played) -> None:

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from tests.core.play import Play
 
 from keepstep_agent.core.agent.commands import Stage
+from keepstep_agent.core.agent.events import Staged
 from keepstep_agent.core.agent.work import Operation, WorkId
 from keepstep_agent.core.limits import PARTS_PER_FILE
 from keepstep_agent.core.settings.values import GIB, MIB, TransferSettings
@@ -108,8 +109,8 @@ def test_a_slow_wire_gets_smaller_parts_and_a_fast_one_larger_for_the_next() -> 
         stage = play.in_flight[WorkId(Operation.STAGE, save, 0)]
         assert isinstance(stage, Stage)
         play.finish(save, seconds_each=seconds_each)
-        files = play.state.checkpoints[save].contributions[0].files
-        assert [progress.part_size_bytes for progress in files.values()] == [stage.part_size_bytes]
+        (staged,) = [event for event in play.journal if isinstance(event, Staged) and event.work.save == save]
+        assert staged.part_size_bytes == stage.part_size_bytes
         return stage.part_size_bytes
 
     assert store("first", seconds_each=4.0) == 32 * MIB  # 8 MiB per second: a window takes eight

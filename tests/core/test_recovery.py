@@ -21,6 +21,7 @@ from keepstep_agent.core.agent.reducer import Ready, advance
 from keepstep_agent.core.agent.state import State
 from keepstep_agent.core.agent.work import Operation, WorkId
 from keepstep_agent.core.errors import ErrorKind
+from keepstep_agent.core.file_lists import staged_files
 from keepstep_agent.core.model import AnnouncementTime, Fingerprint, Kind, SaveInfo, StagedFile
 from keepstep_agent.core.settings.values import MIB, Settings, StoreSettings, TransferSettings
 
@@ -54,7 +55,7 @@ def restart_after(*replayed: Event, part_size_bytes: int = 8 * MIB) -> tuple[Sta
     path = "/volume/checkpoints/checkpoint-1"
     announced = Announced(at=1.0, info=INFO, rank=0, path=path, files=(), local_world_size=1)
     stage = WorkId(Operation.STAGE, INFO.save, 0)
-    staged = Staged(at=1.0, work=stage, files=(FILE,), part_size_bytes=8 * MIB)
+    staged = Staged(at=1.0, work=stage, files=staged_files([FILE]), part_size_bytes=8 * MIB)
     for event in (announced, staged, *replayed):
         advance(state, event)
     return state, advance(state, Started(at=2.0, fresh=False))
@@ -124,7 +125,7 @@ def _found_by_its_record() -> tuple[State, Reconcile]:
     )
     (stage,) = [command for command in advance(state, found).commands if isinstance(command, Stage)]
     assert stage.announcements == (found,)
-    ready = advance(state, Staged(at=101.0, work=stage.work, files=(FILE,), part_size_bytes=8 * MIB))
+    ready = advance(state, Staged(at=101.0, work=stage.work, files=staged_files([FILE]), part_size_bytes=8 * MIB))
     (reconcile,) = ready.commands
     assert isinstance(reconcile, Reconcile)
     return state, reconcile
@@ -150,7 +151,7 @@ def test_a_clock_that_was_ahead_before_the_restart_delays_nothing_after_it() -> 
     advance(state, Announced(at=9_000.0, info=INFO, rank=0, path=path, files=(), local_world_size=1))
     ready = advance(state, Started(at=100.0, fresh=False))
     (stage,) = [command for command in ready.commands if isinstance(command, Stage)]
-    staged = advance(state, Staged(at=101.0, work=stage.work, files=(FILE,), part_size_bytes=8 * MIB))
+    staged = advance(state, Staged(at=101.0, work=stage.work, files=staged_files([FILE]), part_size_bytes=8 * MIB))
     (create,) = staged.commands
     assert isinstance(create, CreateUpload)
     kind = ErrorKind.TIMED_OUT

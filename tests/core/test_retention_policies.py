@@ -155,7 +155,9 @@ def _histories(draw: st.DrawFn) -> _History:
         if falls_back and draw(st.integers(0, 9)) == 0:
             moment -= 3 * DAY
         save = f"{number % 3:08x}-{number:06d}"
-        saves.append(replace(committed(step, save, moment), saved_at=float(draw(st.integers(0, 2)))))
+        # Not read, from a clock of its own, or before somebody copied all of it.
+        saved_at = draw(st.sampled_from([0.0, 1.0, 2.0, moment - DAY, moment - HOUR, moment + HOUR]))
+        saves.append(replace(committed(step, save, moment), saved_at=saved_at))
     every = [one.save for one in saves]
     damaged = draw(st.frozensets(st.sampled_from(every), max_size=3))
     return _History(

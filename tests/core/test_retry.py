@@ -4,12 +4,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keepstep_agent.core.errors import RETRYABLE, ErrorKind, retry_delay_seconds
+from keepstep_agent.core.errors import REFUSALS, RETRYABLE, ErrorKind, retry_delay_seconds
 
 
 @pytest.mark.parametrize("kind", sorted(set(ErrorKind) - RETRYABLE))
 def test_what_no_second_try_mends_is_not_tried_again(kind: ErrorKind) -> None:
     assert retry_delay_seconds(kind, 1, 0.0) is None
+
+
+def test_an_object_that_the_stores_retention_protects_is_a_refusal_that_is_tried_again() -> None:
+    assert ErrorKind.OBJECT_LOCKED in REFUSALS & RETRYABLE
 
 
 @given(kind=st.sampled_from(sorted(RETRYABLE)), attempt=st.integers(1, 10_000), jitter=st.floats(0, 0.999))

@@ -66,11 +66,22 @@ def test_markers_and_ledger_together_tell_everything() -> None:
     ]
 
 
+def test_a_copied_run_was_committed_when_its_ledger_says_so() -> None:
+    listed = [replace(listed_save(step), modified_at=9_000_000.0 - step) for step in (100, 90)]
+    overview, details = overview_of(listed, marker(100), [running().life])
+    assert overview.recovery is not None
+    assert overview.recovery.committed_at == 1110.0
+    assert {row.step: row.committed_at for row in details.checkpoints}[100] == 1110.0
+    overview, _ = overview_of(listed[:1], None, [running().life])
+    assert overview.last_commit_at == 1110.0
+    assert overview.standing(9_000_000.0, DAY) is RunStanding.ABANDONED
+
+
 def test_markers_alone_tell_what_is_stored() -> None:
     overview, details = of([100, 200], [], newest=marker(200))
     assert overview.time is None
     assert overview.recovery is not None
-    assert (overview.recovery.step, overview.recovery.taken_at, overview.recovery.committed_at) == (200, 1100.0, 1200.0)
+    assert (overview.recovery.step, overview.recovery.taken_at, overview.recovery.committed_at) == (200, 1100.0, 1100.0)
     assert (overview.stored_bytes, overview.unsized) == (77, 1)
     assert [(row.step, row.kind, row.size_bytes) for row in details.checkpoints] == [
         (200, "periodic", 77),

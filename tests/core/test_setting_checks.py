@@ -1,14 +1,21 @@
 """Where a checkpoint directory and what is watched may lie is decided by what is written, as the reader writes it."""
 
+from collections.abc import Mapping
+from typing import Any
+
 import pytest
 
-from keepstep_agent.core.settings.checks import setting_problems
-from keepstep_agent.core.settings.table import parse_seconds
+from keepstep_agent.core.settings import checks
+from keepstep_agent.core.settings.table import parse_seconds, setting_field
+
+
+def setting_problems(values: Mapping[str, Any]) -> list[str]:
+    return list(checks.setting_problems(values, lambda key: setting_field(key).flag))
 
 
 def problems(volume: str, checkpoint_directory: str) -> list[str]:
     values = {"volume": volume, "checkpoint_directory": checkpoint_directory, "store.destination": "s3://bucket"}
-    return list(setting_problems(values))
+    return setting_problems(values)
 
 
 @pytest.mark.parametrize(
@@ -38,11 +45,11 @@ def test_a_checkpoint_directory_may_be_the_volume_or_lie_anywhere_below_it(volum
     ],
 )
 def test_a_checkpoint_directory_elsewhere_is_refused(volume: str, directory: str) -> None:
-    assert problems(volume, directory) == [f"checkpoint_directory {directory} must lie below the volume {volume}"]
+    assert problems(volume, directory) == [f"--checkpoint-directory: {directory} must lie below the volume {volume}"]
 
 
 def watch_problems(*directories: str) -> list[str]:
-    return list(setting_problems({"volume": "/volume", "store.destination": "s3://bucket", "watch": directories}))
+    return setting_problems({"volume": "/volume", "store.destination": "s3://bucket", "watch": directories})
 
 
 @pytest.mark.parametrize(
@@ -55,10 +62,10 @@ def test_watched_directories_may_lie_anywhere_beside_each_other(directories: tup
 @pytest.mark.parametrize(
     ("directories", "problem"),
     [
-        (("/b/out", "/a/out"), "watch /a/out and /b/out have the same last name: snapshots tell directories by it"),
-        (("/out", "/out/logs"), "watch /out/logs lies below /out: give only /out"),
-        (("/volume/.keepstep",), "watch /volume/.keepstep: '.keepstep/file' lies in the reserved folder .keepstep"),
-        (("/",), "watch /: '/file' is not a plain relative path"),
+        (("/b/out", "/a/out"), "--watch: /a/out and /b/out have the same last name: snapshots tell directories by it"),
+        (("/out", "/out/logs"), "--watch: /out/logs lies below /out: give only /out"),
+        (("/volume/.keepstep",), "--watch: /volume/.keepstep: '.keepstep/file' lies in the reserved folder .keepstep"),
+        (("/",), "--watch: /: '/file' is not a plain relative path"),
     ],
 )
 def test_watched_directories_must_not_be_taken_for_each_other(directories: tuple[str, ...], problem: str) -> None:
@@ -88,24 +95,38 @@ def test_what_is_no_duration_is_refused_with_what_to_write(text: str) -> None:
 def test_a_url_for_events_that_is_none_is_refused_and_not_repeated(url: str) -> None:
     values = {"volume": "/volume", "store.destination": "s3://bucket", "events.event_url": url}
     (problem,) = setting_problems(values)
-    assert "event_url" in problem
+    assert "--event-url" in problem
     assert "s3cr3t" not in problem
 
 
 @pytest.mark.parametrize("url", ["https://host/a?b=c#d", "http://user:word@host:8080", "http://[::1]:80/x"])
 def test_a_url_for_events_is_taken(url: str) -> None:
     values = {"volume": "/volume", "store.destination": "s3://bucket", "events.event_url": url}
-    assert list(setting_problems(values)) == []
+    assert setting_problems(values) == []
+
+
+@pytest.mark.parametrize(
+    "endpoint", ["root:hunter2@minio:9000", "minio:9000", "https://root:hunt/er2@minio", "ftp://root:hunter2@minio"]
+)
+def test_an_endpoint_that_is_no_url_is_refused_and_not_repeated(endpoint: str) -> None:
+    values = {"volume": "/volume", "store.destination": "s3://bucket", "store.endpoint_url": endpoint}
+    assert setting_problems(values) == ["--endpoint-url is not a URL such as https://host:port"]
+
+
+@pytest.mark.parametrize("endpoint", ["", "https://minio", "http://user:word@minio:9000/", "http://[::1]:80"])
+def test_an_endpoint_is_taken(endpoint: str) -> None:
+    values = {"volume": "/volume", "store.destination": "s3://bucket", "store.endpoint_url": endpoint}
+    assert setting_problems(values) == []
 
 
 @pytest.mark.parametrize("command", ["sh -c 'never closed", "   "])
 def test_a_command_for_events_that_cannot_run_is_refused(command: str) -> None:
     values = {"volume": "/volume", "store.destination": "s3://bucket", "events.event_command": command}
     (problem,) = setting_problems(values)
-    assert "event_command" in problem
+    assert "--event-command" in problem
 
 
 def test_a_priority_boost_without_cluster_events_is_refused() -> None:
     values = {"volume": "/volume", "store.destination": "s3://bucket", "cluster.priority_boost": 5}
-    assert list(setting_problems(values)) == ["priority_boost needs cluster_events"]
-    assert list(setting_problems({**values, "cluster.cluster_events": True})) == []
+    assert setting_problems(values) == ["--priority-boost needs --cluster-events"]
+    assert setting_problems({**values, "cluster.cluster_events": True}) == []

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from keepstep_agent.core.mirror.base import HeldFile, MirrorBase, decode_base, encode_base
+from keepstep_agent.core.mirror.base import HeldFile, HeldFiles, MirrorBase, decode_base, encode_base
 from keepstep_agent.core.mirror.output_history import Decision
 from keepstep_agent.core.mirror.output_scan import OutputScan
 from keepstep_agent.core.mirror.plan import SnapshotPlan, plan_snapshot
@@ -30,7 +30,7 @@ def held(path: str, fingerprint: Fingerprint, *, save: str = "s-1") -> HeldFile:
 
 def base_of(*files: HeldFile, others: dict[str, Fingerprint] | None = None) -> MirrorBase:
     snapshot = SnapshotId(series="node-0", number=7, save="s-1")
-    return MirrorBase(snapshot=snapshot, files={one.entry.path: one for one in files}, others=others or {})
+    return MirrorBase(snapshot=snapshot, files=HeldFiles(files), others=others or {})
 
 
 def plan(
@@ -44,7 +44,7 @@ def plan(
     budget_bytes: int | None = None,
 ) -> SnapshotPlan:
     scan = OutputScan(files=files, links=links or {}, problems=problems or {})
-    known = {path: one.fingerprint for path, one in base.files.items()}
+    known = base.files.looks()
     return plan_snapshot(
         scan,
         base,
@@ -188,7 +188,7 @@ def test_a_link_to_what_is_left_out_keeps_its_last_target() -> None:
 
 def test_the_base_is_read_as_it_was_written() -> None:
     base = base_of(held("out/a", seen(50)), others={"out/b": seen(5, inode=2)})
-    assert decode_base(encode_base(base)) == base
+    assert decode_base(b"".join(encode_base(base))) == base
 
 
 def test_a_link_in_the_place_of_a_stored_file_or_folder_leaves_room_for_nothing_else() -> None:

@@ -11,6 +11,7 @@ from keepstep_agent.core.agent.events import (
     Announced,
     DiskRead,
     OutputLooked,
+    SnapshotNoted,
     Started,
     StopRequested,
     TerminationNoticed,
@@ -66,10 +67,27 @@ def test_a_file_that_could_not_be_pinned_keeps_its_last_version_and_so_does_what
     seal(play, "one")
     manifest = manifest_of(play, "one")
     assert [entry.path for entry in manifest.own_files] == ["out/one-0"]
-    assert set(manifest.files) == {LINK, manifest.own_files[0], last, deleted}
+    assert set(manifest.files) == {LINK, *manifest.own_files, last, deleted}
     play.take_snapshot("two", (5, 6), kept=(LINK,), instead=(replace(last, path="out/two-1"), deleted))
     seal(play, "two")
     assert {entry.path for entry in manifest_of(play, "two").files} == {"out/latest", "out/two-0", "out/two-1"}
+
+
+@pytest.mark.parametrize("is_noted_first", [True, False])
+def test_of_a_released_snapshot_that_the_mirror_has_noted_no_file_is_remembered(is_noted_first: bool) -> None:
+    play = Play()
+    play.take_snapshot("one", (5, 6), kept=(KEPT,))
+    if is_noted_first:
+        play.feed(SnapshotNoted(at=play.now, save="one"))
+    play.finish()
+    contribution = play.state.checkpoints["one"].contributions[0]
+    if not is_noted_first:
+        assert len(contribution.files) == 2
+        play.feed(SnapshotNoted(at=play.now, save="one"))
+    assert not contribution.files
+    snapshot = contribution.announced.snapshot
+    assert snapshot is not None
+    assert not (*snapshot.files, *snapshot.kept)
 
 
 def test_a_snapshot_that_sends_nothing_is_committed() -> None:

@@ -1,6 +1,6 @@
 """A journal in memory. What was appended survives `close`, as on disk: hand the same fake to the next agent."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 
 class FakeJournal:
@@ -13,13 +13,14 @@ class FakeJournal:
     def append(self, records: Sequence[bytes]) -> None:
         self._records.extend(records)
 
-    def replay(self) -> Iterable[bytes]:
-        return list(self._records)
+    def replay(self) -> Iterator[bytes]:
+        return iter(list(self._records))
 
-    def rewrite(self, records: Sequence[bytes]) -> None:
-        self._records = list(records)
+    def drop(self, positions: Collection[int]) -> None:
+        dropped = set(positions)
+        self._records = [record for position, record in enumerate(self._records) if position not in dropped]
 
-    def set_aside(self) -> None:
+    def move_aside(self) -> None:
         self.aside.append(self._records)
         self._records = []
 

@@ -46,7 +46,7 @@ class PlainTransfer:
         body.payload_signature = payload_signature
         return body
 
-    def bytes_body(self, data: bytearray, *, payload_signature: str, **_: object) -> PlainBody:
+    def bytes_body(self, data: bytes | bytearray, *, payload_signature: str, **_: object) -> PlainBody:
         body = PlainBody(data)
         body.payload_signature = payload_signature
         return body

@@ -58,7 +58,7 @@ class Starts:
 
     rounds: int = 0
     believed: int = 0
-    set_aside: int = 0
+    moved_aside: int = 0
     longest_work_seconds: float = 0.0
 
 
@@ -86,7 +86,7 @@ class Volume:
             shutil.rmtree(self._volume)
         assert took_seconds < WORK_SECONDS, seed
         starts.longest_work_seconds = max(starts.longest_work_seconds, took_seconds)
-        starts.set_aside += aside
+        starts.moved_aside += aside
         starts.believed += not aside
         starts.rounds += 1
 
@@ -110,7 +110,7 @@ class Volume:
         return what
 
     def _start(self, what: str) -> bool:
-        """As an agent starts; whether the journal was set aside."""
+        """As an agent starts; whether the journal was moved aside."""
         journal, was_damaged = open_journal(self._journal, Reserve(self._volume))
         with closing(journal):
             state, unjournaled = recover(settings(), journal, LocalStagingArea(self._volume))

@@ -119,7 +119,8 @@ def test_a_destination_is_a_bucket_or_a_claim(text: str, destination: str, claim
         ("ca-bundle", "a/b/c/d", "does not name a bundle"),
         ("container", "", "the name is empty"),
         ("checkpoint-directory", "out", "'out' is not a directory in the trainer"),
-        ("checkpoint-directory", "/", "'/' is not a directory in the trainer"),
+        ("checkpoint-directory", "/", "a volume at '/' would hide /bin of the trainer's image"),
+        ("checkpoint-directory", "/var", "a volume at '/var' would hide /var/lib of the trainer's image"),
         ("checkpoint-directory", "/out/../etc", "is not a directory in the trainer"),
         ("checkpoint-directory", "/run", "'/run' collides with /run/keepstep: choose another directory"),
         ("checkpoint-directory", "/proc/self", "collides with /proc"),
@@ -128,7 +129,11 @@ def test_a_destination_is_a_bucket_or_a_claim(text: str, destination: str, claim
         ("checkpoint-directory", "/keepstep/.keepstep", "'.keepstep/file' lies in the reserved folder .keepstep"),
         ("output", "", "'' is not a directory in the trainer"),
         ("output", "out", "'out' is not a directory in the trainer"),
-        ("output", "/", "'/' is not a directory in the trainer"),
+        ("output", "/", "a volume at '/' would hide /bin of the trainer's image: name a directory below it"),
+        ("output", "/out:/./", "a volume at '/./' would hide /bin of the trainer's image"),
+        ("output", "/etc", "a volume at '/etc' would hide /etc of the trainer's image"),
+        ("output", "/usr/", "a volume at '/usr/' would hide /usr/bin of the trainer's image"),
+        ("output", "/usr/local", "a volume at '/usr/local' would hide /usr/local/bin of the trainer's image"),
         ("output", "/out:", "'' is not a directory in the trainer"),
         ("output", "/out/../etc", "is not a directory in the trainer"),
         ("output", "/out,/logs", "'/out,/logs' has a comma: separate directories with colons"),
@@ -168,9 +173,11 @@ def test_a_value_that_cannot_be_is_refused_with_what_to_write(name: str, text: s
 
 
 def test_settings_that_cannot_be_together_are_refused_as_the_agent_would() -> None:
-    assert problems(keep_every_steps="10") == ("keep_every_steps needs keep_last: with keep_last 0 everything is kept",)
+    assert problems(keep_every_steps="10") == (
+        "keepstep.dev/keep-every-steps needs keepstep.dev/keep-last: with keepstep.dev/keep-last 0 everything is kept",
+    )
     (reserve,) = problems(commit_reserve_seconds="120")
-    assert "leaves nothing of grace_seconds 120" in reserve
+    assert "leaves nothing of keepstep.dev/grace-seconds 120" in reserve
 
 
 @pytest.mark.parametrize(
@@ -248,5 +255,5 @@ def test_the_admins_own_mistakes_are_found_before_any_pod_comes() -> None:
         "keepstep.dev/inject cannot be a default for all pods",
         "there is no annotation keepstep.dev/keep-lasts: did you mean keepstep.dev/keep-last?",
         "keepstep.dev/memory: '1' is less than the 128Mi that the agent needs: write a size such as 256Mi",
-        "part_size_bytes 1 is less than S3's minimum: give 5MiB or more",
+        "keepstep.dev/part-size-bytes: 1 is less than S3's minimum: give 5MiB or more",
     )

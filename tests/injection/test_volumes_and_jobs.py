@@ -49,6 +49,25 @@ class TestPlaces:
         (problem,) = problems(pod(), Injection(destination="s3://bucket/run", checkpoint_directory=path))
         assert f"the volume keepstep-checkpoints at {path} would hide " in problem
 
+    @pytest.mark.parametrize("path", ["/run", "/var/run", "/var", "/run/secrets", "/var/run/secrets/more"])
+    def test_a_volume_over_the_agents_own_mounts_or_tokens_is_refused(self, path: str) -> None:
+        """Whoever may rename what a mount lies on can take it off, also from within another container."""
+        asked = Injection(destination="s3://bucket/run", checkpoint_directory=f"{path}/checkpoints")
+        mount = {"name": "v", "mountPath": path}
+        before = pod(containers=[trainer(volumeMounts=[mount])], volumes=[{"name": "v", "emptyDir": {}}])
+        (problem,) = problems(before, asked)
+        assert problem.startswith(f"the volume v at {path} ")
+        assert problem.endswith("mount it elsewhere, or choose another keepstep.dev/checkpoint-directory")
+
+    @pytest.mark.parametrize("path", ["/opt/keepstep/home", "/keepstep-state", "/keepstep-autoload", "/run/keepstep/x"])
+    def test_a_volume_with_the_trainers_token_over_the_agents_own_is_refused(self, path: str) -> None:
+        token = {"name": "AWS_WEB_IDENTITY_TOKEN_FILE", "value": f"{path}/token"}
+        mount = {"name": "v", "mountPath": path}
+        before = pod(containers=[trainer(volumeMounts=[mount], env=[token])], volumes=[{"name": "v", "emptyDir": {}}])
+        (problem,) = problems(before)
+        assert problem.startswith(f"the volume v at {path} ")
+        assert problem.endswith("and the trainer's identity lies on it: mount it elsewhere")
+
     @pytest.mark.parametrize("path", ["/opt/ml/checkpoints", "/usr/src/app/out", "/optional", "/home"])
     def test_beside_our_own_program_there_is_room(self, path: str) -> None:
         asked = Injection(destination="s3://bucket/run", checkpoint_directory=path, run_as_user=1000)
@@ -60,6 +79,9 @@ class TestPlaces:
         assert folders
         for folder in folders:
             problems(pod(), Injection(destination="s3://bucket/run", checkpoint_directory=folder))
+        (home,) = re.findall(r"^ENV .*\bHOME=(\S+)", text, re.MULTILINE)
+        problems(pod(), Injection(destination="s3://bucket/run", checkpoint_directory=home))
+        assert f"mkdir --mode=0555 {home}\n" in text
 
     @pytest.mark.parametrize("kind", ["persistentVolumeClaim", "nfs", "csi", "cephfs"])
     def test_a_volume_that_is_read_only_itself_is_refused(self, kind: str) -> None:

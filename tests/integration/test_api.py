@@ -10,7 +10,7 @@ from tests.harness.bounds import HANG_SECONDS
 
 from keepstep_agent.core.stored.manifest import decode_manifest, decode_marker
 from keepstep_agent.core.stored.object_layout import LEDGER_PREFIX
-from keepstep_api.names import API_VERSION
+from keepstep_api.names import API_VERSION, JOURNAL
 from keepstep_api.v1 import agent_pb2
 
 
@@ -30,6 +30,21 @@ def test_the_least_a_client_needs_is_one_call(tmp_path: Path) -> None:
         committed = agent.wait_committed(answer.save)
         assert (committed.name, committed.step, committed.world_size) == ("checkpoint-7", 7, 1)
         assert (folder / "checkpoint-7" / answer.save / "model.bin").read_bytes() == (path / "model.bin").read_bytes()
+
+
+@pytest.mark.parametrize("is_journal_lost", [False, True])
+def test_ten_thousand_files_that_are_named_are_staged_and_found_again(tmp_path: Path, is_journal_lost: bool) -> None:
+    _, destination = _destination(tmp_path)
+    names = [f"part-{number // 1000:03d}/sample-{number:06d}.bin" for number in range(10_000)]
+    with AgentProcess(tmp_path / "volume", destination, bandwidth_bytes_per_second=1) as agent:
+        path = write_checkpoint(agent.checkpoints / "checkpoint-1", dict.fromkeys(names, 1))
+        save = agent.announce(path, 1, files=names).save
+        agent.kill()
+    if is_journal_lost:
+        for file in (agent.volume / ".keepstep").glob(f"{JOURNAL}*"):
+            file.unlink()
+    with AgentProcess(tmp_path / "volume", destination) as agent:
+        agent.wait_committed(save)
 
 
 def test_the_trainer_may_delete_its_copy_as_soon_as_the_announcement_returns(tmp_path: Path) -> None:

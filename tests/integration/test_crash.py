@@ -123,7 +123,7 @@ def sent_twice(log: list[Request]) -> list[tuple[str, ...]]:
 def test_kills_lose_nothing_leave_nothing_and_send_no_finished_part_twice(
     rclone_bucket: Bucket, fault_proxy: FaultProxy, tmp_path: Path
 ) -> None:
-    deaths = live_and_die(rclone_bucket, fault_proxy, tmp_path, steps=(100, 200, 300), kills=KILLS)
+    deaths = live_and_die(rclone_bucket, fault_proxy, tmp_path, steps=(100, 200, 300, 400), kills=KILLS)
 
     assert len(deaths) == len(MOMENTS) + 2, f"some kind of moment never came: {deaths}"
 

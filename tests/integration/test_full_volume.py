@@ -141,7 +141,7 @@ def test_an_agent_whose_journal_is_damaged_starts_again_on_a_full_volume_without
             journal.write(bytes(16))
         agent.start()
         agent.kill()
-        # The damaged one was set aside, so that none is there.
+        # The damaged one was moved aside, so that none is there.
         agent.start()
         assert agent.wait_committed(save).step == 1
         _assert_the_journal_had_no_room(agent)

@@ -77,9 +77,7 @@ def test_a_program_that_ends_without_an_agent_keeps_its_code_and_its_checkpoint_
 BREAK_THE_VOLUME = """
 import os, signal, sys
 from pathlib import Path
-state_directory = Path(os.environ["KEEPSTEP_VOLUME"]) / ".keepstep"
-state_directory.rename(state_directory.with_name("away"))
-state_directory.write_text("no directory")
+(Path(os.environ["KEEPSTEP_VOLUME"]) / ".keepstep" / "destination").write_text("s3://another/run")
 runner = os.getppid()
 for pid in Path(f"/proc/{runner}/task/{runner}/children").read_text().split():
     if b"agent" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\\0"):
@@ -103,7 +101,8 @@ def test_an_agent_that_never_comes_back_is_given_up_and_the_programs_failure_sti
 
 
 def test_with_a_lost_store_a_finished_program_ends_by_itself_and_the_code_says_so(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"endpoint_url": f"http://127.0.0.1:{free_port()}", "restore": "off", "grace_seconds": 3}
+    endpoint_url = f"http://127.0.0.1:{free_port()}"
+    options: dict[str, Any] = {"endpoint_url": endpoint_url, "restore": "off", "drain_timeout_seconds": 3}
     with RunProcess(tmp_path / "volume", "s3://bucket/run", trainer={"STEPS": 3}, **options) as run:
         assert run.wait() == NOT_DURABLE, run.output()
     assert [line["program_code"] for line in run.log("run.not_durable")] == [0]

@@ -55,7 +55,7 @@ def test_with_another_ca_the_error_names_it_and_the_right_one_mends_it(
         assert "certificate" in agent.status().storage_error
         line = agent.log("work.failed")[0]
         assert "certificate" in line["error"]
-        assert line["hint"].endswith("--ca-bundle")
+        assert line["hint"].endswith("--ca-bundle (in a pod keepstep.dev/ca-bundle)")
     refused = restore(rclone_tls_bucket, tmp_path / "other", f"--ca-bundle={wrong}")
     assert refused.returncode == 1
     error, hint = refused.stderr.splitlines()[-2:]
@@ -79,7 +79,8 @@ def test_a_ca_bundle_that_is_not_there_is_named_and_mended_by_putting_it_there(
     assert refused.returncode == 1
     assert refused.stderr.splitlines() == [
         f"error: cannot use the CA bundle {absent}: No such file or directory",
-        "hint: set --ca-bundle to a PEM file with certificates that this process can read",
+        "hint: set --ca-bundle (in a pod keepstep.dev/ca-bundle) to a PEM file with certificates that this process can "
+        "read",
     ]
     with make_agent(tmp_path / "volume", rclone_tls_bucket, ca_bundle=absent) as agent:
         save = agent.announce(write_checkpoint(agent.checkpoints / "checkpoint-7", SIZES), 7).save

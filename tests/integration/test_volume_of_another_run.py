@@ -14,5 +14,7 @@ def test_a_checkpoint_that_did_not_reach_its_destination_never_goes_to_another(t
     assert wrong.start_refused() == 1
     error, hint = wrong.log_text().splitlines()[-2:]
     assert error == f"error: the volume {volume} belongs to s3://bucket/one, not to file://{other}"
-    assert hint.startswith("hint: use another --volume, or the destination s3://bucket/one")
+    assert hint.startswith(
+        "hint: use another --volume (in a pod keepstep.dev/checkpoint-directory), or the destination s3:"
+    )
     assert not other.exists() or not tree(other)

@@ -21,7 +21,7 @@ NAMES: Final = frozenset(
         *("unlink", "rmdir", "rmtree", "removedirs", "remove_if_empty", "remove_recorded"),
         *("rename", "renames", "move_aside", "put_back", "copyfile", "copytree"),
         *("truncate", "ftruncate", "O_TRUNC", "write_text", "write_bytes", "write_durably"),
-        *("delete", "delete_object", "abort_upload", "abort_multipart_upload"),
+        *("delete", "delete_unlocked", "delete_object", "abort_upload", "abort_multipart_upload"),
     }
 )
 """These mean a file, or an object in a store, also where a function is only passed on."""
@@ -30,6 +30,7 @@ LISTS: Final = frozenset(
     {
         "keepstep.agent_client.liveness:claimed",
         "keepstep.autoload.path.sitecustomize:_Answer.find_spec",
+        "keepstep_agent.adapters.s3.credentials:make_session",
         "keepstep_agent.catalog.reading:_add_shared",
         "keepstep_agent.core.agent.upload_queue:_next_of",
         "keepstep_agent.runtime.monitors.ranks:LiveRanks.attached",

@@ -58,4 +58,5 @@ def python_image(**changes: Any) -> Image:
 
 def keepstep_image(**changes: Any) -> Image:
     """What Dockerfile.agent makes: one image for agent and restore, whose entrypoint is `keepstep`."""
-    return python_image(entrypoint=("keepstep",), user=65532, **changes)
+    image = python_image(entrypoint=("keepstep",), user=65532)
+    return replace(image, environment={**image.environment, "HOME": "/opt/keepstep/home"}, **changes)

@@ -5,6 +5,7 @@ import itertools
 import secrets
 import uuid
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -92,6 +93,13 @@ class Node:
         )
         self._pods.append(made)
         return made
+
+    def replace_secret(self, name: str, texts: Mapping[str, str]) -> None:
+        """A Secret's owner has replaced what it holds, and kubelet has seen it."""
+        self._objects = replace(self._objects, secrets={**self._objects.secrets, name: texts})
+        for pod in self._pods:
+            if not pod.ended:
+                pod.see_objects(self._objects)
 
     def lose(self) -> None:
         """Power cut: every pod of this node."""

@@ -17,6 +17,7 @@ from typing import Any, Self
 
 from tests.harness.bounds import HANG_SECONDS
 from tests.podsim.container import Container, Role, back_off_seconds
+from tests.podsim.environment import Objects
 from tests.podsim.phase import Phase, phase_of
 from tests.podsim.probe import StartupProbe
 from tests.podsim.process import Execution
@@ -142,6 +143,10 @@ class Pod:
         return code, execution.output.decode(errors="replace")
 
     # What befalls it.
+
+    def see_objects(self, objects: Objects) -> None:
+        """Kubelet brings the pod's volumes up to date. Variables of containers that run stay as they are."""
+        self._volumes.write_again(objects)
 
     def delete(self, grace_seconds: int | None = None) -> None:
         """As by `kubectl delete`, drain or preemption; without a grace period of its own the pod's counts."""

@@ -1,7 +1,9 @@
 """Writes committed checkpoints into any store, as the agent does, and damages them."""
 
+import math
 import random
 import tarfile
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from io import BytesIO
@@ -36,7 +38,7 @@ async def store_checkpoint(
     step: int,
     *,
     save: str = "",
-    saved_at: float = 1000.0,
+    saved_at: float | None = None,
     ranks: Sequence[Mapping[str, bytes]] = (),
     world_size: int = 1,
     committed: bool = True,
@@ -50,7 +52,11 @@ async def store_checkpoint(
     """Files, manifests and, if `committed`, the marker. `ranks` are the files of each rank; each has its own agent.
 
     `single_file`: whoever has a file announced that file itself. `part_sizes_bytes`: by rank, if not `PART_BYTES`.
+    `saved_at`: if not now, by the clock of a store that has one of its own.
     """
+    if saved_at is None:
+        # In whole seconds, so that a manifest's size does not change with the time.
+        saved_at = getattr(store, "now", float(math.ceil(time.time())))
     ranks = ranks or [rank_files(step, rank) for rank in range(world_size)]
     info = SaveInfo(
         save=save or f"0123abcd-{step:06d}",

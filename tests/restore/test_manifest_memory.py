@@ -21,6 +21,7 @@ from keepstep_agent.core.errors import ErrorKind, RequestError, StoreError
 from keepstep_agent.core.limits import MANIFEST_BYTES
 from keepstep_agent.core.model import FileEntry
 from keepstep_agent.core.settings.values import RetentionSettings
+from keepstep_agent.core.stored import manifest
 from keepstep_agent.core.stored.manifest import decode_manifest, encode_marker, needed_bytes
 from keepstep_agent.core.stored.object_layout import DAMAGED_PREFIX, manifest_key
 from keepstep_agent.restore.init_step import Restored
@@ -53,12 +54,12 @@ def fetched_manifests(store: FakeStore) -> list[str]:
 @pytest.mark.usefixtures("memory")
 async def test_a_checkpoint_that_needs_more_memory_is_skipped_unread_and_said(store: FakeStore, volume: Path) -> None:
     await store_checkpoint(store, 1)
-    sizes = await store_forged(store, 2, of_parts, files_of_rank=8, ranks=4)
+    sizes = await store_forged(store, 2, of_parts, files_of_rank=20, ranks=4)
     store.calls.clear()
     found = await restored(store, volume)
     assert found is not None
     assert found.step == 1
-    needed = needed_bytes(files=32, manifests_bytes=sizes)
+    needed = needed_bytes(files=80, manifests_bytes=sizes)
     assert f"needs {-(-needed // MIB)} MiB of memory" in found.skipped[0]
     assert "this process may have 128 MiB: raise its memory limit (`keepstep.dev/memory`)" in found.skipped[0]
     assert all("checkpoint-1/" in key for key in fetched_manifests(store))
@@ -66,11 +67,21 @@ async def test_a_checkpoint_that_needs_more_memory_is_skipped_unread_and_said(st
     assert not [one async for one in store.list(DAMAGED_PREFIX)]
 
 
+async def test_a_checkpoint_of_few_files_is_stored_and_restored_with_less_memory_than_is_counted_on(
+    store: FakeStore, volume: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (reading, committer):
+        monkeypatch.setattr(module, "memory_limit_bytes", lambda: 64 * MIB)
+    commit = await with_a_large_part_of_another_pod(store, files_of_rank=500, entry=of_nothing)
+    assert isinstance(await committer.Committer(SystemClock()).commit(store, commit), Committed)
+    assert (await restored(store, volume)) is not None
+
+
 @pytest.mark.usefixtures("memory")
 async def test_where_every_checkpoint_needs_more_memory_restore_fails_and_says_so(
     store: FakeStore, volume: Path
 ) -> None:
-    await store_forged(store, 2, of_parts, files_of_rank=8, ranks=4)
+    await store_forged(store, 2, of_parts, files_of_rank=20, ranks=4)
     with pytest.raises(StoreError, match=r"keepstep\.dev/memory"):
         await restored(store, volume)
 
@@ -78,14 +89,14 @@ async def test_where_every_checkpoint_needs_more_memory_restore_fails_and_says_s
 @pytest.mark.usefixtures("memory")
 async def test_prune_does_not_count_on_a_checkpoint_that_needs_more_memory(store: FakeStore) -> None:
     await store_checkpoint(store, 1)
-    await store_forged(store, 2, of_parts, files_of_rank=8, ranks=4)
+    await store_forged(store, 2, of_parts, files_of_rank=20, ranks=4)
     report = await prune(store, RetentionSettings(keep_last=1), now=2_000_000_000.0, dry_run=False)
     assert 1 in {one.step for one in await list_committed(store)}, report
 
 
 @pytest.mark.usefixtures("memory")
 async def test_verify_names_the_memory_that_a_checkpoint_needs(store: FakeStore) -> None:
-    await store_forged(store, 2, of_parts, files_of_rank=8, ranks=4)
+    await store_forged(store, 2, of_parts, files_of_rank=20, ranks=4)
     (problem,) = tuple((await examine(store, (await list_committed(store))[0])).problems)
     assert "MiB of memory" in problem.what
 
@@ -135,7 +146,7 @@ async def test_of_thousands_of_problems_the_first_are_kept_and_all_are_counted(s
 
 @pytest.mark.usefixtures("memory")
 async def test_a_commit_does_not_decode_others_manifests_that_no_restore_could_hold(store: FakeStore) -> None:
-    commit = await with_a_large_part_of_another_pod(store, files_of_rank=16)
+    commit = await with_a_large_part_of_another_pod(store, files_of_rank=40)
     with pytest.raises(RequestError, match=r"this agent cannot commit the save: .* MiB of memory"):
         await committer.Committer(SystemClock()).commit(store, commit)
     assert not fetched_manifests(store)
@@ -171,6 +182,7 @@ async def test_a_commit_does_not_keep_a_listing_that_does_not_fit(
     store: FakeStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(committer, "memory_limit_bytes", lambda: needed_bytes(files=50))
+    monkeypatch.setattr(manifest, "_LITTLE_BYTES", 0)
     commit = await with_a_large_part_of_another_pod(store, files_of_rank=1)
     for number in range(100):
         await store.put(f"{commit.info.name}/{commit.info.save}/other-{number}", b"")

@@ -24,7 +24,7 @@ async def test_the_newest_committed_checkpoint_is_put_in_its_place_with_a_record
     real_store: ObjectStore, volume: Path
 ) -> None:
     for step in (100, 200, 30):
-        await store_checkpoint(real_store, step)
+        await store_checkpoint(real_store, step, saved_at=1000.0)
     seen: list[tuple[str, int, int]] = []
     restored = await run(real_store, volume, on_progress=lambda *progress: seen.append(progress))
     assert restored is not None

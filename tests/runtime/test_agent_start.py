@@ -1,7 +1,9 @@
 """How an agent begins."""
 
 import asyncio
+import os
 import socket
+import stat
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -65,3 +67,18 @@ async def test_a_file_in_the_place_of_the_socket_is_an_error_and_stays(tmp_path:
     async with serve_grpc(service, tmp_path / "s"):
         assert (tmp_path / "s").is_socket()
     assert not (tmp_path / "s").exists()
+
+
+@pytest.mark.parametrize(("alone", "mode"), [(True, 0o600), (False, 0o660)])
+@pytest.mark.parametrize("umask", [0o000, 0o077])
+async def test_the_socket_is_its_owners_alone_or_for_its_group_too_whatever_the_umask(
+    short_directory: Path, alone: bool, mode: int, umask: int
+) -> None:
+    path = short_directory / "s"
+    before = os.umask(umask)
+    try:
+        async with serve_grpc(cast(Any, agent_pb2_grpc.AgentServicer()), path, alone=alone):
+            assert stat.S_IMODE(path.stat().st_mode) == mode
+        assert os.umask(umask) == umask
+    finally:
+        os.umask(before)

@@ -161,8 +161,8 @@ def test_all_mistakes_are_reported_at_once(file: Path) -> None:
             "--verify-tls: 'perhaps' is neither true nor false",
             f"{file} has an unknown setting transfer.max_concurency; did you mean transfer.max_concurrency?",
             "volume is not set: give --volume or KEEPSTEP_VOLUME",
-            "destination 'gs://bucket' is neither s3://bucket/prefix nor file:///absolute/path",
-            "keep_every_steps needs keep_last: with keep_last 0 everything is kept",
+            "--destination: 'gs://bucket' is neither s3://bucket/prefix nor file:///absolute/path",
+            f"retention.keep_every_steps in {file} needs --keep-last: with --keep-last 0 everything is kept",
         ]
     )
 
@@ -214,7 +214,7 @@ def test_a_number_must_make_sense(number: str) -> None:
 
 def test_a_directory_outside_the_volume_is_refused() -> None:
     assert problems(checkpoint_directory="/elsewhere") == [
-        "checkpoint_directory /elsewhere must lie below the volume /volume"
+        "--checkpoint-directory: /elsewhere must lie below the volume /volume"
     ]
 
 
@@ -260,27 +260,27 @@ def test_the_page_of_settings_is_what_the_settings_say() -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"part_size_bytes": "0"}, "part_size_bytes 0 is less than S3's minimum"),
-        ({"part_size_bytes": "4MiB"}, "part_size_bytes 4194304 is less than S3's minimum"),
-        ({"part_size_bytes": "6GiB"}, "part_size_bytes 6442450944 is more than S3's maximum"),
+        ({"part_size_bytes": "0"}, "--part-size-bytes: 0 is less than S3's minimum"),
+        ({"part_size_bytes": "4MiB"}, "--part-size-bytes: 4194304 is less than S3's minimum"),
+        ({"part_size_bytes": "6GiB"}, "--part-size-bytes: 6442450944 is more than S3's maximum"),
         (
             {"destination": f"s3://bucket/{'ü' * 128}/"},
-            f"the prefix in destination 's3://bucket/{'ü' * 48}'… has 256 bytes: give one of less than 256",
+            f"--destination: the prefix in 's3://bucket/{'ü' * 48}'… has 256 bytes: give one of less than 256",
         ),
-        ({"part_size_bytes": "0", "destination": "file:///store"}, "part_size_bytes must be 1 or more"),
-        ({"eviction_threshold_percent": "100"}, "eviction_threshold_percent must be less than 100"),
-        ({"peak_factor": "0"}, "peak_factor must be 1 or more"),
-        ({"read_timeout_seconds": "0"}, "read_timeout_seconds must be more than 0"),
-        ({"grace_seconds": "2"}, "commit_reserve_seconds 2 leaves nothing of grace_seconds 2"),
-        ({"commit_reserve_seconds": "30"}, "commit_reserve_seconds 30 leaves nothing of grace_seconds 30"),
-        ({"attempt": "job/1"}, "attempt 'job/1' cannot be part of an object key: use 1 to 128"),
+        ({"part_size_bytes": "0", "destination": "file:///store"}, "--part-size-bytes must be 1 or more"),
+        ({"eviction_threshold_percent": "100"}, "--eviction-threshold-percent must be less than 100"),
+        ({"peak_factor": "0"}, "--peak-factor must be 1 or more"),
+        ({"read_timeout_seconds": "0"}, "--read-timeout-seconds must be more than 0"),
+        ({"grace_seconds": "2"}, "--commit-reserve-seconds 2 leaves nothing of --grace-seconds 2"),
+        ({"commit_reserve_seconds": "30"}, "--commit-reserve-seconds 30 leaves nothing of --grace-seconds 30"),
+        ({"attempt": "job/1"}, "--attempt: attempt 'job/1' cannot be part of an object key: use 1 to 128"),
         ({"nice": "20"}, "--nice: 20 must be 19 or less"),
         ({"nice": "-5"}, "--nice: -5 must be 0 or more"),
         ({"io_priority": "8"}, "--io-priority: '8' is not one of inherit, 0, 1, 2, 3, 4, 5, 6, 7, idle"),
         ({"io_priority": "realtime"}, "--io-priority: 'realtime' is not one of inherit, 0, 1, 2, 3, 4, 5, 6, 7, idle"),
-        ({"http_address": "9090"}, "http_address '9090' is not host:port"),
-        ({"http_address": "localhost:http"}, "http_address 'localhost:http' is not host:port"),
-        ({"http_address": ":70000"}, "http_address ':70000' is not host:port"),
+        ({"http_address": "9090"}, "--http-address: '9090' is not host:port"),
+        ({"http_address": "localhost:http"}, "--http-address: 'localhost:http' is not host:port"),
+        ({"http_address": ":70000"}, "--http-address: ':70000' is not host:port"),
     ],
 )
 def test_what_can_never_work_is_refused_at_the_start(given: dict[str, str], said: str) -> None:

@@ -11,10 +11,11 @@ from tests.harness.bounds import HANG_SECONDS
 from keepstep_agent.adapters.rate_limit import RateLimiter
 from keepstep_agent.adapters.volume.staging_area import LocalStagingArea
 from keepstep_agent.core.agent.commands import CancelWork, CheckSent, Command, CreateUpload, PutFile, Release
-from keepstep_agent.core.agent.events import Event, Released, SentChecked, WorkCancelled, WorkFailed
+from keepstep_agent.core.agent.events import DurableEvent, Event, Released, SentChecked, WorkCancelled, WorkFailed
 from keepstep_agent.core.agent.state import State
 from keepstep_agent.core.agent.work import Operation, WorkId
 from keepstep_agent.core.errors import ErrorKind
+from keepstep_agent.core.file_lists import staged_files
 from keepstep_agent.core.model import Fingerprint, Kind, RankManifest, Region, SaveInfo, StagedFile
 from keepstep_agent.core.settings.values import Settings, StoreSettings
 from keepstep_agent.runtime.process.app import SystemClock
@@ -56,6 +57,7 @@ async def _events_of(
             readers=readers,
             may_read_again=lambda kind: kind is not Kind.JUST_IN_TIME,
             post=post,
+            recall=_recall_nothing,
             on_save_request=lambda _: None,
             on_lift_cap=lambda: None,
             on_cancelled=lambda: None,
@@ -68,6 +70,10 @@ async def _events_of(
         await asyncio.sleep(0)
         await store.close()
     return events
+
+
+async def _recall_nothing(save: str) -> tuple[DurableEvent, ...]:
+    raise AssertionError(f"nobody set {save} aside")
 
 
 async def test_work_that_is_cancelled_before_its_first_step_ends_too(tmp_path: Path) -> None:
@@ -109,7 +115,7 @@ class _SlowReading(LocalStagingArea):
 def _check_sent(save: str, kind: Kind) -> CheckSent:
     info = SaveInfo(save=save, name="checkpoint-1", step=1, kind=kind, world_size=1)
     manifest = RankManifest(info=info, rank=0, saved_at=0.0, files=())
-    return CheckSent(work=WorkId(Operation.CHECK_SENT, save, 0), manifest=manifest, pins=())
+    return CheckSent(work=WorkId(Operation.CHECK_SENT, save, 0), manifest=manifest, pins=staged_files(()))
 
 
 async def test_neither_other_work_nor_a_just_in_time_save_waits_for_a_second_reading(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -45,6 +46,9 @@ class _Engine:
         self.news: list[str] = []
         self.told = asyncio.Event()
         self._play = play
+
+    def doing(self, work: str, title: str) -> AbstractContextManager[None]:
+        return nullcontext()
 
     async def submit(self, event: Event) -> None:
         self._play.feed(event)

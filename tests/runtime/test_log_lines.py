@@ -78,3 +78,32 @@ def test_a_warning_of_pythons_is_a_line_like_others() -> None:
     line = json.loads(ended.stderr)
     assert (line["event"], line["level"], line["kind"]) == ("python.warning", "warning", "RuntimeWarning")
     assert line["message"] == "a library is unhappy"
+
+
+_PASSWORDS = """
+import logging
+import structlog
+from keepstep_agent.core.errors import ErrorKind, StoreError
+from keepstep_agent.runtime.engine.logs import configure_logs, say
+configure_logs({log_format!r})
+url = "https://user:hunter2@store.example:9000/a@b"
+structlog.get_logger().warning("tls.not_verified", endpoint=url, error=f"no answer from {{url}}")
+logging.getLogger("a.library").warning("cannot reach %s", url)
+error = StoreError(ErrorKind.UNREACHABLE, f"no answer from {{url}}", hint=f"check {{url}}")
+say(f"{{error}} {{error.hint}} {{error.__notes__}} {{url}}")
+try:
+    raise ValueError(f"Invalid endpoint: {{url}}")
+except ValueError:
+    structlog.get_logger().exception("monitor.failed")
+"""
+
+
+@pytest.mark.parametrize("log_format", ["json", "console"])
+def test_no_line_and_no_error_has_the_password_of_a_url(log_format: str) -> None:
+    program = _PASSWORDS.format(log_format=log_format)
+    line = [sys.executable, "-c", program]
+    done = subprocess.run(line, capture_output=True, text=True, check=True, timeout=HANG_SECONDS)
+    assert "hunter2" not in done.stderr
+    assert "user:" not in done.stderr
+    # Twice in the first line, once in the library's, four times for people, once in the traceback.
+    assert done.stderr.count("https://store.example:9000/a@b") >= 8

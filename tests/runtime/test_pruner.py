@@ -21,7 +21,7 @@ from keepstep_agent.core.errors import ErrorKind, StoreError
 from keepstep_agent.core.policies.restore_choice import Pin, encode_pin
 from keepstep_agent.core.policies.retention import horizon as horizon_rules
 from keepstep_agent.core.settings.values import RetentionSettings
-from keepstep_agent.core.stored.object_layout import RESUME_PREFIX, pin_key
+from keepstep_agent.core.stored.object_layout import RESUME_PREFIX, pin_key, save_prefix
 from keepstep_agent.runtime.work import pruner
 from keepstep_agent.runtime.work.pruner import LeftoverRemover, Pruner
 
@@ -117,25 +117,25 @@ class _Agent:
 
     def __init__(self, store: FakeStore, state_directory: Path) -> None:
         self._store = store
-        self._play = Play()
+        self.play = Play()
         self.retention = RetentionSettings(keep_last=2)
         self._pruner = Pruner(
-            state=lambda: self._play.state, clock=cast(Any, StoreClock(store)), state_directory=state_directory
+            state=lambda: self.play.state, clock=cast(Any, StoreClock(store)), state_directory=state_directory
         )
 
     async def looks_at_everything(self, step: int) -> bool:
         """Commit a checkpoint of that step and prune; return whether everything is listed for that."""
         info = await store_checkpoint(self._store, step, ranks=[{"model.pt": b""}])
-        self._play.steps[info.save] = step
-        self._play.announce(info.save)
-        self._play.finish(info.save)
+        self.play.steps[info.save] = step
+        self.play.announce(info.save)
+        self.play.finish(info.save)
         self._store.calls.clear()
-        without = self._play.state.settings
-        self._play.state.settings = replace(without, retention=self.retention)
+        without = self.play.state.settings
+        self.play.state.settings = replace(without, retention=self.retention)
         try:
             await self._pruner.prune(self._store, Prune(work=WorkId(Operation.PRUNE, "")))
         finally:
-            self._play.state.settings = without
+            self.play.state.settings = without
             self._store.now += 60
         return "" in [key for method, key in self._store.calls if method == "list"]
 
@@ -153,6 +153,19 @@ async def test_an_agent_looks_at_everything_after_its_first_commit_and_four_time
     assert [await agent.looks_at_everything(step) for step in (6, 7)] == [True, False]
     assert await _Agent(store, tmp_path).looks_at_everything(8)
     assert await _steps(store) == [8, 7]
+
+
+async def test_what_waits_unread_in_the_journal_is_not_pruned(tmp_path: Path) -> None:
+    store = FakeStore()
+    unread, abandoned = [
+        await store_checkpoint(store, step, save=f"89abcdef-{step:06d}", committed=False) for step in (1, 2)
+    ]
+    store.now += 9 * DAY
+    agent = _Agent(store, tmp_path)
+    agent.play.state.unread = {unread.save: 1}
+    assert [await agent.looks_at_everything(step) for step in (3, 4)] == [True, False]
+    assert [key for key in store.objects if key.startswith(save_prefix(unread))]
+    assert not [key for key in store.objects if key.startswith(save_prefix(abandoned))]
 
 
 async def test_an_agent_looks_at_everything_after_many_commits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -45,6 +45,9 @@ class _Engine:
     def __init__(self) -> None:
         self.play = Play()
         self.state = self.play.state
+
+    def doing(self, work: str, title: str) -> AbstractContextManager[None]:
+        return nullcontext()
 
 
 async def _rescued(volume: Path, store: FakeStore, *, looks: int = 1) -> Sequence[int]:

@@ -1,7 +1,7 @@
 """While the journal cannot be written: nothing runs ahead of its record that only the record would tell."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -16,7 +16,8 @@ from keepstep_agent.core.agent.commands import Command, Release
 from keepstep_agent.core.agent.events import Announced, Committed, Exited, Shed, Staged, WorkCancelled, WorkFailed
 from keepstep_agent.core.agent.work import Operation, WorkId
 from keepstep_agent.core.errors import ErrorKind, VolumeError
-from keepstep_agent.core.model import Phase, StagedFile
+from keepstep_agent.core.file_lists import StagedFiles
+from keepstep_agent.core.model import Phase
 from keepstep_agent.ports import StagedDescriptor
 from keepstep_agent.runtime.engine.engine import Engine
 from keepstep_agent.runtime.engine.event_codec import decode_event, encode_event
@@ -37,10 +38,10 @@ class _FullJournal(FakeJournal):
             raise VolumeError(ErrorKind.DISK_FULL, "the volume is full", hint="make room")
         super().append(records)
 
-    def rewrite(self, records: Sequence[bytes]) -> None:
+    def drop(self, positions: Collection[int]) -> None:
         if self.full:
             raise VolumeError(ErrorKind.DISK_FULL, "the volume is full", hint="make room")
-        super().rewrite(records)
+        super().drop(positions)
 
 
 class _Agent:
@@ -145,7 +146,7 @@ def test_pins_of_a_save_that_was_announced_again_are_found_though_only_its_failu
     (staged,) = [event for event in play.journal if isinstance(event, Staged)]
 
     class Pinned(LocalStagingArea):
-        def scan(self) -> list[tuple[StagedDescriptor, tuple[StagedFile, ...]]]:
+        def scan(self, may_read: Callable[[str], bool] = lambda _: True) -> list[tuple[StagedDescriptor, StagedFiles]]:
             return [(StagedDescriptor(announcements=(encode_event(again).decode(),)), staged.files)]
 
     state, _ = recover(settings(), journal, Pinned(Path("/volume")))
@@ -161,7 +162,7 @@ def test_what_is_found_on_a_full_volume_is_known_and_its_records_wait_for_room()
     journal.full = True
 
     class Pinned(LocalStagingArea):
-        def scan(self) -> list[tuple[StagedDescriptor, tuple[StagedFile, ...]]]:
+        def scan(self, may_read: Callable[[str], bool] = lambda _: True) -> list[tuple[StagedDescriptor, StagedFiles]]:
             return [(StagedDescriptor(announcements=(encode_event(announced).decode(),)), staged.files)]
 
     state, unjournaled = recover(settings(), journal, Pinned(Path("/volume")))

@@ -64,7 +64,7 @@ def test_records_beyond_all_limits_hang_no_agent_and_hide_no_checkpoint(agent: A
     assert agent.memory_bytes("VmHWM") < 200 * 1024**2
 
 
-def forge_descriptor(agent: AgentProcess, save: str, announced: str, files: list[dict[str, object]]) -> None:
+def forge_descriptor(agent: AgentProcess, save: str, announced: str, files: list[tuple[str, int]]) -> None:
     """What lies beside the pins of a save that never was; the record in it has the checksum that a record has."""
     staged = agent.volume / ".keepstep" / "staged"
     event = decode_event(announced.encode())
@@ -72,7 +72,10 @@ def forge_descriptor(agent: AgentProcess, save: str, announced: str, files: list
     record = encode_event(replace(event, info=replace(event.info, save=save))).decode()
     (staged / save / "rank-00000").mkdir(parents=True)
     descriptor = {"announcements": [record], "part_size_bytes": 1, "pack_size_bytes": 0}
-    value = {"format": 1, "descriptor": descriptor, "files": files}
+    columns: dict[str, object] = {"folder": f".keepstep/staged/{save}/rank-00000", "announced": ""}
+    columns |= {name: [1] * len(files) for name in ("mtimes_ns", "inodes", "private", "changed_ns")}
+    columns |= {"paths": [path for path, _ in files], "sizes_bytes": [size_bytes for _, size_bytes in files]}
+    value = {"format": 1, "descriptor": descriptor, "files": columns}
     (staged / save / "rank-00000.json").write_text(json.dumps(value))
 
 
@@ -87,10 +90,9 @@ def test_descriptors_beyond_all_limits_hang_no_agent_and_hide_no_checkpoint(tmp_
         staged = slow.volume / ".keepstep" / "staged"
         value = json.loads((staged / save / "rank-00000.json").read_text())
         (record,) = value["descriptor"]["announcements"]
-        file = value["files"][0]
-        forge_descriptor(slow, "huge", record, [{**file, "path": str(number), "size": 2**62} for number in range(300)])
-        forge_descriptor(slow, "large", record, [{**file, "path": str(number), "size": 2**41} for number in range(300)])
-        forge_descriptor(slow, "many", record, [file] * 800_000)
+        forge_descriptor(slow, "huge", record, [(f"{number:03d}", 2**62) for number in range(300)])
+        forge_descriptor(slow, "large", record, [(f"{number:03d}", 2**41) for number in range(300)])
+        forge_descriptor(slow, "many", record, [(f"{number:06d}", 1) for number in range(800_000)])
         forge_descriptor(slow, "other", record, [])
         (staged / "other" / "rank-00000.json").write_text(json.dumps({**value, "descriptor": [[]] * 3_000_000}))
         for journal in (slow.volume / ".keepstep").rglob("journal.sqlite3*"):

@@ -7,6 +7,7 @@ come over TLS; to the server it speaks plain HTTP.
 
 import asyncio
 import base64
+import hashlib
 import random
 import socket
 import ssl
@@ -28,6 +29,12 @@ _CATCH_UP_SECONDS: Final = 0.5
 """A throttled store that was not given a processor for so long makes up for it, so that its rate is what was asked."""
 
 
+_CHECKSUM_WANTED: Final = (
+    b"<Error><Code>InvalidRequest</Code><Message>Content-MD5 OR x-amz-checksum- HTTP header is required for Put Object "
+    b"requests with Object Lock parameters</Message></Error>"
+)
+
+
 class _BrokenError(Exception):
     """The connection ends here."""
 
@@ -45,6 +52,7 @@ class FaultProxy:
         """Of all clients, heads and bodies."""
         self._server_port = server_port
         self._certificate = certificate
+        self._tls: ssl.SSLContext | None = None
         self._generator = random.Random(seed)
         self._rules: list[Rule] = []
         self._down = False
@@ -96,6 +104,17 @@ class FaultProxy:
 
         self._call(switch)
 
+    def serve_with(self, certificate: Certificate) -> None:
+        """Show another certificate from now on. Connections that are open end."""
+
+        def switch() -> None:
+            assert self._tls
+            self._tls.load_cert_chain(certificate.certificate, certificate.key)
+            for writer in list(self._writers):
+                _reset(writer)
+
+        self._call(switch)
+
     def _call(self, function: Callable[[], object]) -> None:
         """In the proxy's thread, done when this returns."""
         assert self._loop
@@ -119,13 +138,12 @@ class FaultProxy:
         # Loopback would else take whole parts into the kernel, where no throttle and no reset reaches them.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _RECEIVE_BUFFER_BYTES)
         listener.bind(("127.0.0.1", 0))
-        tls = None
         if self._certificate:
-            tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-            tls.load_cert_chain(self._certificate.certificate, self._certificate.key)
-        server = await asyncio.start_server(self._connected, sock=listener, limit=_HEAD_LIMIT_BYTES, ssl=tls)
+            self._tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+            self._tls.load_cert_chain(self._certificate.certificate, self._certificate.key)
+        server = await asyncio.start_server(self._connected, sock=listener, limit=_HEAD_LIMIT_BYTES, ssl=self._tls)
         self.port = server.sockets[0].getsockname()[1]
-        self.endpoint_url = f"{'https' if tls else 'http'}://127.0.0.1:{self.port}"
+        self.endpoint_url = f"{'https' if self._tls else 'http'}://127.0.0.1:{self.port}"
         self._ready.set()
         await self._stopping.wait()
         server.close()
@@ -205,8 +223,8 @@ class _Connection:
             await self._answer(request, 200, b"", extra='ETag: "early"\r\n')
             await self._reader.read(-1)  # until the client gives up
             raise _BrokenError
-        if rule and rule.fault is Fault.CHECK_CRC64NVME:
-            return await self._check(head, request, size)
+        if rule and rule.fault in (Fault.CHECK_CRC64NVME, Fault.OBJECT_LOCK, Fault.OBJECT_LOCK_MD5):
+            return await self._check(head, request, size, rule.fault)
         if not self._upstream:
             self._upstream = await asyncio.open_connection("127.0.0.1", self._server_port, limit=_HEAD_LIMIT_BYTES)
         await self._forward_request(head, request, size, rule)
@@ -305,13 +323,27 @@ class _Connection:
             await self._proxy.pass_on(self._writer, data)
             sent += len(data)
 
-    async def _check(self, head: bytes, request: Request, size: int) -> None:
+    async def _check(self, head: bytes, request: Request, size: int, fault: Fault) -> None:
         body = await self._read_body(request, size)
-        expected = request.headers.get("x-amz-checksum-crc64nvme", "")
-        actual = base64.b64encode(checksums.crc64nvme(body).to_bytes(8, "big")).decode()
-        if expected and expected != actual:
-            text = b"<Error><Code>BadDigest</Code><Message>The CRC64NVME did not match</Message></Error>"
+        right = {
+            "content-md5": hashlib.md5(body, usedforsecurity=False).digest(),
+            "x-amz-checksum-crc64nvme": checksums.crc64nvme(body).to_bytes(8, "big"),
+        }
+        checked = {
+            Fault.CHECK_CRC64NVME: ("x-amz-checksum-crc64nvme",),
+            Fault.OBJECT_LOCK: tuple(right),
+            Fault.OBJECT_LOCK_MD5: ("content-md5",),
+        }[fault]
+        sent = {name: request.headers[name] for name in checked if name in request.headers}
+        if not sent and fault is not Fault.CHECK_CRC64NVME:
+            return await self._answer(request, 400, _CHECKSUM_WANTED)
+        if any(base64.b64decode(value) != right[name] for name, value in sent.items()):
+            text = b"<Error><Code>BadDigest</Code><Message>The checksum did not match</Message></Error>"
             return await self._answer(request, 400, text)
+        if fault is Fault.OBJECT_LOCK and "content-md5" not in sent:
+            # moto, with Object Lock, takes no other checksum.
+            md5 = base64.b64encode(right["content-md5"])
+            head = head.removesuffix(b"\r\n") + b"Content-MD5: " + md5 + b"\r\n\r\n"
         if not self._upstream:
             self._upstream = await asyncio.open_connection("127.0.0.1", self._server_port, limit=_HEAD_LIMIT_BYTES)
         self._upstream[1].write(head + body)

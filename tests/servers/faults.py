@@ -31,6 +31,10 @@ class Fault(StrEnum):
     """A 200 before the body was read; the server never sees the request."""
     CHECK_CRC64NVME = "check-crc64nvme"
     """As a store that enforces x-amz-checksum-crc64nvme: 400 BadDigest if the body does not match."""
+    OBJECT_LOCK = "object-lock"
+    """As AWS for a bucket with Object Lock: as above, and 400 InvalidRequest for a body without any checksum."""
+    OBJECT_LOCK_MD5 = "object-lock-md5"
+    """The same as a store that knows no checksum but Content-MD5, such as Backblaze B2."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -42,6 +46,8 @@ class Rule:
     method: str = ""
     target: str = ""
     """A substring of path and query."""
+    signed_with: str = ""
+    """The access key of the request's signature."""
     times: int = 1
     probability: float = 1.0
     after_bytes: int = 0
@@ -54,6 +60,7 @@ class Rule:
             self.times != 0
             and self.method in ("", request.method)
             and self.target in request.target
+            and (not self.signed_with or self.signed_with == request.access_key)
             and (self.probability >= 1 or generator.random() < self.probability)
         )
 
@@ -73,6 +80,11 @@ class Request:
     status: int = 0
     answered_at: float = 0.0
     rule: str = ""
+
+    @property
+    def access_key(self) -> str:
+        """With which it is signed; empty if it is not."""
+        return self.headers.get("authorization", "").partition("Credential=")[2].partition("/")[0]
 
     @property
     def target(self) -> str:

@@ -6,7 +6,7 @@ import sysconfig
 from pathlib import Path
 
 from tests.servers.process import Daemon, free_port
-from tests.servers.server import ACCESS_KEY, SECRET_KEY
+from tests.servers.server import ACCESS_KEY, NEXT_ACCESS_KEY, NEXT_SECRET_KEY, SECRET_KEY
 from tests.servers.tls import Certificate
 
 
@@ -37,7 +37,8 @@ class RcloneServer:
     def start(self) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
         command = [find_rclone(), "serve", "s3", "--addr", f"127.0.0.1:{self.port}", "--config", "/dev/null"]
-        command += ["--auth-key", f"{ACCESS_KEY},{SECRET_KEY}"]
+        for pair in ((ACCESS_KEY, SECRET_KEY), (NEXT_ACCESS_KEY, NEXT_SECRET_KEY)):
+            command += ["--auth-key", ",".join(pair)]
         if self._certificate:
             command += ["--cert", str(self._certificate.certificate), "--key", str(self._certificate.key)]
         self._daemon = Daemon([*command, str(self.directory)], self.directory.with_name("rclone.log"))

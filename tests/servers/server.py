@@ -13,6 +13,9 @@ from keepstep_agent.core.settings.values import StoreSettings
 
 ACCESS_KEY = "keepstep-test-key"
 SECRET_KEY = "keepstep-test-secret"
+NEXT_ACCESS_KEY = "keepstep-next-key"
+NEXT_SECRET_KEY = "keepstep-next-secret"
+"""What rclone takes as well. A fault proxy before it can refuse the first pair, as if it were replaced."""
 ENVIRONMENT = {
     "AWS_ACCESS_KEY_ID": ACCESS_KEY,
     "AWS_SECRET_ACCESS_KEY": SECRET_KEY,

@@ -16,6 +16,7 @@ import grpc
 
 from keepstep_agent.adapters.volume.pinning import encode_descriptor
 from keepstep_agent.core.agent.events import Announced
+from keepstep_agent.core.file_lists import staged_files
 from keepstep_agent.core.model import Fingerprint, Kind, SaveInfo, StagedFile
 from keepstep_agent.ports import StagedDescriptor
 from keepstep_agent.runtime.engine.event_codec import encode_event
@@ -35,12 +36,12 @@ def _forge(volume: Path, secret: Path, size_bytes: int) -> None:
     announced = Announced(at=time.time(), info=info, rank=0, path=path, files=(), local_world_size=1)
     file = StagedFile(
         path=_SECRET_FILE,
-        pin=f"{save.name}/rank-00000/{_SECRET_FILE}",
+        pin=f"{save.relative_to(volume)}/rank-00000/{_SECRET_FILE}",
         fingerprint=Fingerprint(size_bytes=size_bytes, mtime_ns=0, inode=0),
         private=True,
     )
     descriptor = StagedDescriptor(announcements=(encode_event(announced).decode(),), part_size_bytes=5 << 20)
-    (save / "rank-00000.json").write_bytes(encode_descriptor(descriptor, [file]))
+    (save / "rank-00000.json").write_bytes(b"".join(encode_descriptor(descriptor, staged_files([file]))))
 
 
 def _swap_for_ever(shown: Path, targets: tuple[Path, ...], aside: Path) -> None:

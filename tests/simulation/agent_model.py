@@ -5,8 +5,9 @@ any boundary: before the journal is written, after it, between two commands. Wha
 the journal cannot be written the agent goes on from memory, without what must not run ahead of its record.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from tests.simulation.command_effects import CommandEffects, Running
@@ -28,6 +29,7 @@ from keepstep_agent.core.agent.commands import (
     Prune,
     PutFile,
     PutPack,
+    Recall,
     Reconcile,
     Record,
     Release,
@@ -55,6 +57,7 @@ from keepstep_agent.core.agent.reducer import advance, step
 from keepstep_agent.core.agent.state import State
 from keepstep_agent.core.agent.work import Operation, WorkId
 from keepstep_agent.core.errors import ErrorKind, RequestError
+from keepstep_agent.core.policies.repeated_deaths import READING, Suspect, Task, after_death, after_orderly_end
 from keepstep_agent.core.settings.values import Settings
 from keepstep_agent.core.stored.object_layout import marker_key
 from keepstep_agent.runtime.engine.event_codec import decode_event, encode_event
@@ -66,6 +69,10 @@ if TYPE_CHECKING:
     from keepstep_agent.ports import StagingArea
 
 _TIMEOUT_SECONDS = 20.0
+
+
+def _is_not_in(left_out: Collection[str], save: str) -> bool:
+    return save not in left_out
 
 
 class AgentModel:
@@ -88,6 +95,12 @@ class AgentModel:
         self._unjournaled: list[DurableEvent] = []
         self._in_flight: dict[WorkId, Running] = {}
         self._steps = 0
+        # What the file of the note says: it outlives the process.
+        self._under_way: Mapping[str, Task] = {}
+        self._suspects: Mapping[str, Suspect] = {}
+        self._fatal_deaths = 0
+        self.were_set_aside: set[str] = set()
+        self.restarting = False
         self._wake_at: float | None = None
 
     # --- the process -------------------------------------------------------------------------------------------
@@ -95,9 +108,20 @@ class AgentModel:
     def start(self, *, fresh: bool) -> None:
         """Replay, through the codec, look for pins that the journal does not tell of, and go on."""
         assert not self.running
-        self.state = self.replayed()
+        self.restarting = False
+        left_out = {save for save, one in self._suspects.items() if one.is_unread}
+        fatal = self.life.fatal
+        if fatal is not None and fatal.save not in left_out and self._has_records(fatal.save):
+            self.exit, self.stop_requested = None, False
+            self._under_way = {fatal.save: Task(doing=READING, title=fatal.save)}
+            if self._dies_of(fatal.save, Operation.RECALL):
+                return
+        self.state = self.replayed(left_out)
+        for save in left_out:
+            self.state.leave_unread(save)
         found = []
-        for event in rescan(cast("StagingArea", self._effects), self.state):
+        may_read = partial(_is_not_in, left_out)
+        for event in rescan(cast("StagingArea", self._effects), self.state, may_read):
             step(self.state, event)
             found.append(event)
         if found and not self.journal_writable:
@@ -108,12 +132,19 @@ class AgentModel:
         self.starts += 1
         self.checks.forget_order()
         self.running, self.exit, self.stop_requested, self._wake_at = True, None, False, None
-        self.deliver(Started(at=self.life.now, fresh=fresh))
+        self.deliver(Started(at=self.life.now, fresh=fresh, suspects=self._suspects))
         self.deliver(RanksSeen(at=self.life.now, alive=frozenset(self.alive)))
 
-    def replayed(self) -> State:
+    def left_out(self) -> set[str]:
+        """The saves whose records were not read."""
+        return set(self.state.unread)
+
+    def replayed(self, left_out: Collection[str]) -> State:
         state = State(settings=self._settings())
         for event in self.journal:
+            if (save := save_of(event)) is not None and save in left_out:
+                state.leave_unread(save)
+                continue
             advance(state, decode_event(encode_event(event)))
         return state
 
@@ -130,6 +161,7 @@ class AgentModel:
             return False
         self.life.note(self.index, event)
         ready = advance(self.state, event)
+        self._under_way, self._suspects = self.state.under_way(), dict(self.state.suspects)
         if ready.durable:
             if self._crashes():
                 return False
@@ -184,6 +216,9 @@ class AgentModel:
     def kill(self) -> None:
         """Gone at once; what was on its way may still arrive."""
         self.running = False
+        self._suspects = after_death(self._suspects, self._under_way, self.life.now)
+        self.were_set_aside |= {work for work, one in self._suspects.items() if one.is_set_aside}
+        self._under_way = {}
         self._unjournaled.clear()
         for running in self._in_flight.values():
             self._maybe_land_late(running)
@@ -195,6 +230,32 @@ class AgentModel:
 
     def committing(self, save: str) -> bool:
         return WorkId(Operation.COMMIT, save) in self._in_flight
+
+    def _dies_of(self, save: str, operation: Operation) -> bool:
+        """Whether the process dies of what it does to a save. Then it is started again, whatever it was told before."""
+        fatal = self.life.fatal
+        is_fatal = fatal is not None and (save, operation) == (fatal.save, fatal.operation)
+        if fatal is None or not is_fatal or self._fatal_deaths >= fatal.kills:
+            return False
+        self._fatal_deaths += 1
+        stops, left = self.stop_requested, self.exit is not None
+        self.kill()
+        self.restarting = not left
+        if self.restarting:
+            self.life.after(1.0, self._start_again, stops)
+        return True
+
+    def _start_again(self, stops: bool) -> None:
+        if self.running or not self.restarting:
+            return
+        self.start(fresh=False)
+        if stops:
+            if self.running:
+                self.deliver(StopRequested(at=self.life.now, trainers_gone=self.life.ending))
+            self.stop_requested = True
+
+    def _has_records(self, save: str) -> bool:
+        return save in self._effects.pins or any(save_of(event) == save for event in self.journal)
 
     def _crashes(self) -> bool:
         self._steps += 1
@@ -272,11 +333,17 @@ class AgentModel:
         running = Running(command, *self._effects.fate(command))
         self._in_flight[command.work] = running
         seconds = self._effects.duration_seconds(command)
-        if self.life.stormy and not isinstance(command, Stage) and self.life.random.random() < faults.hang:
+        if self.life.stormy and not isinstance(command, Stage | Recall) and self.life.random.random() < faults.hang:
             running.fails, seconds = running.fails or ErrorKind.TIMED_OUT, _TIMEOUT_SECONDS
         if isinstance(command, Commit):
             self.life.after(seconds / 2, self._look, running)
         self.life.after(seconds, self._finish, running)
+        self.life.after(0.9 * seconds, self._strain, running)
+
+    def _strain(self, running: Running) -> None:
+        work = running.command.work
+        if self._in_flight.get(work) is running:
+            self._dies_of(work.save, work.operation)
 
     def _has_marker(self, save: str) -> bool:
         return marker_key(self.state.checkpoints[save].info) in self.life.store.objects
@@ -305,6 +372,7 @@ class AgentModel:
         if self.running and self.exit is not None:
             if self._write_journal() and self.journal_writable:
                 self.journal.append(Exited(at=self.life.now))
+            self._under_way, self._suspects = {}, after_orderly_end(self._suspects)
             self.kill()
             self.life.left(self)
 
@@ -323,8 +391,11 @@ class AgentModel:
         if self._in_flight.get(work) is not running:
             return
         fails = running.fails
-        if self.life.outage and not isinstance(running.command, Stage):
+        if self.life.outage and not isinstance(running.command, Stage | Recall):
             fails, running.takes_effect = ErrorKind.UNREACHABLE, False
+        refusal = self.life.refusal(running.command)
+        if refusal is not None:
+            fails, running.takes_effect = refusal.kind, False
         event: Event | None = None
         if running.takes_effect:
             event = self._effects.carry_out(running)
@@ -337,7 +408,7 @@ class AgentModel:
 
     def _maybe_land_late(self, running: Running) -> None:
         command, random = running.command, self.life.random
-        if isinstance(command, Stage | Reconcile | Release | Abandon | Prune):
+        if isinstance(command, Stage | Reconcile | Release | Abandon | Prune | Recall):
             return
         if self.life.stormy and random.random() < self.life.scenario.faults.land_late:
             self.life.late_writes[command.work.save] = self.life.late_writes.get(command.work.save, 0) + 1
@@ -365,16 +436,19 @@ class AgentModel:
         return {planned.rank for planned in self.checks.acked.get(save, {}).values()}
 
     def durable_view(self, state: State) -> Any:
-        """What must be the same after a replay."""
+        """What must be the same after a replay. A save that was read last is announced last, until the next start."""
+        fatal = self.life.fatal.save if self.life.fatal else ""
+        saves = sorted(state.checkpoints.keys() - {fatal}, key=lambda save: state.checkpoints[save].sequence)
+        order = {save: position for position, save in enumerate(saves)}
         return dict(state.ranks), {
             save: (
                 "open" if not checkpoint.ended else checkpoint.phase,
-                checkpoint.sequence,
+                order.get(save),
                 checkpoint.reason,
                 checkpoint.pins_dropped,
                 checkpoint.manifest_stored,
                 {
-                    rank: (share.staged, share.unstored_count, share.announced.path)
+                    rank: (share.staged, share.files.unstored_count, share.announced.path)
                     for rank, share in checkpoint.contributions.items()
                 },
             )

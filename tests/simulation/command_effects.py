@@ -3,9 +3,9 @@
 A crash leaves all of that in place: what is pinned stays pinned, and what was written is there.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from tests.simulation.invariants import AgentChecks
 from tests.simulation.scenario import PlannedAgent, PlannedAnnouncement
@@ -21,6 +21,7 @@ from keepstep_agent.core.agent.commands import (
     Prune,
     PutFile,
     PutPack,
+    Recall,
     Reconcile,
     Release,
     SendPart,
@@ -33,6 +34,7 @@ from keepstep_agent.core.agent.events import (
     Abandoned,
     Committed,
     CommitWaits,
+    DurableEvent,
     Event,
     FileStored,
     FoundFile,
@@ -41,6 +43,7 @@ from keepstep_agent.core.agent.events import (
     ObjectsLost,
     PackStored,
     PartStored,
+    Recalled,
     Reconciled,
     Released,
     SentChecked,
@@ -48,8 +51,11 @@ from keepstep_agent.core.agent.events import (
     UploadCreated,
     WorkFailed,
 )
+from keepstep_agent.core.agent.reducer import step
+from keepstep_agent.core.agent.state import State
 from keepstep_agent.core.agent.work import WorkId
 from keepstep_agent.core.errors import ErrorKind
+from keepstep_agent.core.file_lists import StagedFiles, staged_files
 from keepstep_agent.core.model import Fingerprint, StagedFile
 from keepstep_agent.core.stored.commit import (
     LostObjects,
@@ -62,10 +68,13 @@ from keepstep_agent.core.stored.commit import (
 from keepstep_agent.core.stored.object_layout import file_key, marker_key
 from keepstep_agent.core.stored.packs_and_parts import plan
 from keepstep_agent.ports import StagedDescriptor
+from keepstep_agent.runtime.engine.journaling import rescan, save_of
 from keepstep_agent.runtime.work.transfers import descriptor
 
 if TYPE_CHECKING:
     from tests.simulation.life import Life
+
+    from keepstep_agent.ports import StagingArea
 
 _BYTES_PER_SECOND = 8e6
 
@@ -88,16 +97,16 @@ class CommandEffects:
 
     def __init__(self, life: "Life", index: int, planned: PlannedAgent, checks: AgentChecks) -> None:
         self.announced: dict[tuple[str, int], PlannedAnnouncement] = {}
-        self.pins: dict[str, dict[int, tuple[StagedFile, ...]]] = {}
+        self.pins: dict[str, dict[int, StagedFiles]] = {}
         self._descriptors: dict[tuple[str, int], StagedDescriptor] = {}
         self._life = life
         self._index = index
         self._planned = planned
         self._checks = checks
 
-    def scan(self) -> Iterable[tuple[StagedDescriptor, tuple[StagedFile, ...]]]:
+    def scan(self, may_read: Callable[[str], bool] = lambda _: True) -> Iterable[tuple[StagedDescriptor, StagedFiles]]:
         """As a staging area does."""
-        return [(told, self.pins[save][rank]) for (save, rank), told in self._descriptors.items()]
+        return [(told, self.pins[save][rank]) for (save, rank), told in self._descriptors.items() if may_read(save)]
 
     def failed(self, work: WorkId, kind: ErrorKind) -> WorkFailed:
         jitter = self._life.random.random()
@@ -116,6 +125,8 @@ class CommandEffects:
         if not life.stormy:
             return None, True
         draw = life.random.random()
+        if isinstance(command, Recall):
+            return None, True
         if isinstance(command, Stage):
             if draw < faults.refused:
                 self._checks.broken.add(command.work.save)
@@ -127,6 +138,18 @@ class CommandEffects:
         if draw < faults.fail_before + faults.fail_after:
             return kind, True
         return None, True
+
+    def recalled(self, save: str) -> tuple[DurableEvent, ...]:
+        """What the journal has of a save; if nothing, what its pins tell."""
+        journal = self._life.agents[self._index].journal
+        events = [event for event in journal if save_of(event) == save]
+        if not events:
+            scratch = State(settings=self._planned.settings)
+            for event in rescan(cast("StagingArea", self), scratch, lambda found: found == save):
+                step(scratch, event)
+                events.append(event)
+            journal.extend(events)
+        return tuple(events)
 
     def duration_seconds(self, command: WorkCommand) -> float:
         latency_seconds = self._life.random.choice((0.02, 0.1, 0.1, 0.5))
@@ -213,6 +236,8 @@ class CommandEffects:
                 for rank in self.pins.pop(work.save, {}):
                     del self._descriptors[work.save, rank]
                 return Released(at=now, work=work)
+            case Recall():
+                return Recalled(at=now, work=work, events=self.recalled(work.save))
             case Prune():
                 raise ViolationError("prune was asked for although everything is to be kept")
 
@@ -230,7 +255,7 @@ class CommandEffects:
             )
         pinned = self.pins.setdefault(save, {})
         if rank not in pinned:
-            pinned[rank] = tuple(
+            pinned[rank] = staged_files(
                 StagedFile(
                     path=file.path,
                     pin=f".keepstep/staged/{save}/{file.path}",

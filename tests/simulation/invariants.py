@@ -111,7 +111,8 @@ class AgentChecks:
             checkpoint.waits_for_others or len(checkpoint.contributions) < checkpoint.expected_local_ranks
         )
         under_pressure = budget_bytes(state) == 0
-        if not under_pressure and not (given_up_elsewhere and any(other.durable for other in newer)):
+        given_up = given_up_elsewhere or checkpoint.set_aside is not None
+        if not under_pressure and not (given_up and any(other.durable for other in newer)):
             raise ViolationError(f"{event.save} was shed without need")
 
     def commands(self, state: State, commands: Iterable[Command]) -> None:
@@ -188,13 +189,18 @@ class AgentChecks:
 
     def exit(self, state: State, command: Exit, store: StoreModel) -> None:
         newest = max(state.checkpoints.values(), key=lambda checkpoint: checkpoint.sequence, default=None)
-        durable = newest is None or newest.durable
+        unread = {save: suspect for save, suspect in state.suspects.items() if save in state.unread}
+        durable = (newest is None or newest.durable) and not unread
         if (command.code == 0) != durable:
             raise ViolationError(f"exit {command.code} though the newest is {newest.phase if newest else None}")
         if newest is not None and durable and marker_key(newest.info) not in store.objects:
             raise ViolationError(f"exit 0 though {newest.info.save} has no marker")
         for save in self.acked:
             checkpoint = state.checkpoints.get(save)
+            if save in unread:
+                if not any(line.startswith(unread[save].last.title) for line in command.lost):
+                    raise ViolationError(f"{save} is not read and lost is {command.lost}")
+                continue
             if checkpoint is None:
                 raise ViolationError(f"{save} was forgotten before the exit")
             named = any(line.startswith(f"{checkpoint.info.name} ") for line in command.lost)
@@ -219,4 +225,5 @@ def _newest_to_send(state: State) -> Checkpoint | None:
 
 
 def _can_send(checkpoint: Checkpoint) -> bool:
-    return checkpoint.phase in (Phase.STAGED, Phase.UPLOADING) and checkpoint.reconciled
+    is_ready = checkpoint.reconciled and checkpoint.set_aside is None and not checkpoint.held_back
+    return checkpoint.phase in (Phase.STAGED, Phase.UPLOADING) and is_ready

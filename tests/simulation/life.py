@@ -3,7 +3,8 @@
     python -m tests.simulation.life 4711        replays seed 4711 and prints every event
 
 During the storm agents crash, answers get lost and writes land late. After it every agent is started again, nothing
-fails any more, and within a bounded virtual time every acknowledged announcement must have come to its end.
+fails any more but what is refused for good, and within a bounded virtual time every acknowledged announcement must have
+come to its end. Agents that are told to stop then leave, whatever is refused.
 """
 
 import sys
@@ -14,11 +15,20 @@ from typing import Any
 from zlib import crc32
 
 from tests.simulation.agent_model import AgentModel
-from tests.simulation.scenario import STORM_SECONDS, PlannedAnnouncement, draw, journal_outages
+from tests.simulation.scenario import (
+    STORM_SECONDS,
+    PlannedAnnouncement,
+    Refusal,
+    draw,
+    fatal_save,
+    journal_outages,
+    refusals,
+)
 from tests.simulation.store_model import StoreModel, ViolationError
 
 from keepstep_agent.core.agent import drain
 from keepstep_agent.core.agent.checkpoint import Checkpoint
+from keepstep_agent.core.agent.commands import PutPack, WorkCommand
 from keepstep_agent.core.agent.events import (
     Announced,
     DiskRead,
@@ -28,6 +38,7 @@ from keepstep_agent.core.agent.events import (
     StopRequested,
     TerminationNoticed,
 )
+from keepstep_agent.core.agent.work import STAYS_HERE
 from keepstep_agent.core.model import Kind, Phase, SaveInfo
 from keepstep_agent.core.stored.object_layout import marker_key
 
@@ -44,6 +55,8 @@ class Life:
         self.random = Random(seed)
         self.scenario = draw(self.random)
         self.journal_outages = journal_outages(Random(seed), self.scenario)
+        self.fatal = fatal_save(Random(f"{seed} fatal"), self.scenario)
+        self.refusals = refusals(Random(f"refused {seed}"), self.scenario)
         self.tells_md5 = self.random.random() < 0.7
         self.now = 0.0
         self.stormy, self.ending = True, False
@@ -73,6 +86,9 @@ class Life:
         self._run_until(STORM_SECONDS, lambda: False)
         self._heal()
         self._run_until(STORM_SECONDS + _SETTLE_SECONDS, self._settled)
+        # What was set aside and tried in the storm, and did nothing, is tried again after a pause.
+        due_at = max((one.due_at for agent in self.agents for one in agent.state.suspects.values()), default=0.0)
+        self._run_until(due_at + _SETTLE_SECONDS, self._settled)
         if not self._settled():
             raise ViolationError(f"the world healed and this did not settle: {self._unsettled()}")
         stopped_at, self.ending = self.now, True
@@ -195,6 +211,24 @@ class Life:
                 agent.start(fresh=True)
             agent.deliver(RanksSeen(at=self.now, alive=frozenset()))
 
+    def refusal(self, command: WorkCommand) -> Refusal | None:
+        """What refuses a command for good, if anything does."""
+        for refusal in self.refusals:
+            if refusal.at > self.now:
+                continue
+            if not refusal.save and command.work.operation not in STAYS_HERE:
+                return refusal
+            is_of_file = command.work.path == refusal.path or (
+                isinstance(command, PutPack) and any(file.path == refusal.path for file in command.pack.files)
+            )
+            if refusal.save and command.work.save == refusal.save and is_of_file:
+                return refusal
+        return None
+
+    @property
+    def _store_refuses(self) -> bool:
+        return any(not refusal.save for refusal in self.refusals)
+
     # --- what must hold ----------------------------------------------------------------------------------------
 
     def _settled(self) -> bool:
@@ -203,6 +237,10 @@ class Life:
     def _unsettled(self) -> list[str]:
         if any(self.late_writes.values()):
             return ["late writes"]
+        if any(agent.restarting for agent in self.agents):
+            return ["an agent that died"]
+        if self._store_refuses:
+            return []
         return [
             f"agent {agent.index}: {save} is {checkpoint.phase}"
             for agent in self.agents
@@ -219,17 +257,34 @@ class Life:
         return not self._completable(checkpoint.info.save)
 
     def _completable(self, save: str) -> bool:
-        """Every rank was acknowledged, and no agent has given its share up."""
+        """Every rank was acknowledged, no agent has given its share up, and nothing of it is refused for good."""
+        if any(refusal.save in ("", save) for refusal in self.refusals):
+            return False
         world_size = next(found.info.world_size for found in self.scenario.announcements if found.info.save == save)
         acked = set[int]().union(*(agent.acknowledged_ranks(save) for agent in self.agents))
         given_up = any(
             (found := agent.state.checkpoints.get(save)) is not None and found.phase in (Phase.FAILED, Phase.SHED)
             for agent in self.agents
         )
-        return len(acked) == world_size and not given_up
+        return len(acked) == world_size and not given_up and not self._kills_for_ever(save)
+
+    def _kills_for_ever(self, save: str) -> bool:
+        """Whether its work kills, and did so once more when it was tried again last."""
+        return (
+            self.fatal is not None
+            and self.fatal.save == save
+            and any(
+                suspect.was_tried_again and (save in agent.state.unread or agent.state.checkpoints[save].held_back)
+                for agent in self.agents
+                if (suspect := agent.state.suspects.get(save)) is not None
+            )
+        )
 
     def _all_left(self) -> bool:
-        return all(not agent.running or agent.exit is not None or self._waits(agent) for agent in self.agents)
+        return all(
+            (not agent.running and not agent.restarting) or agent.exit is not None or self._waits(agent)
+            for agent in self.agents
+        )
 
     def _waits(self, agent: AgentModel) -> bool:
         """Nobody set a deadline, and the newest needs ranks that never came."""
@@ -237,7 +292,7 @@ class Life:
         return newest is not None and not newest.ended and not self._completable(newest.info.save)
 
     def _check_replay(self, agent: AgentModel) -> None:
-        if agent.running and agent.durable_view(agent.state) != agent.durable_view(agent.replayed()):
+        if agent.running and agent.durable_view(agent.state) != agent.durable_view(agent.replayed(agent.left_out())):
             raise ViolationError(f"the journal of agent {agent.index} tells another story")
 
     def _check_end(self) -> None:
@@ -246,7 +301,7 @@ class Life:
         for agent in self.agents:
             for save, ranks in agent.checks.acked.items():
                 self._check_outcome(agent, save, set(ranks))
-        for token, upload in self.store.uploads.items():
+        for token, upload in () if self._store_refuses else self.store.uploads.items():
             self._check_upload(token, upload.key, landed_late=upload.landed_late)
 
     def _check_next_life(self, agent: AgentModel) -> None:
@@ -274,6 +329,8 @@ class Life:
 
     def _check_outcome(self, agent: AgentModel, save: str, ranks: set[int]) -> None:
         checkpoint = agent.state.checkpoints.get(save)
+        if checkpoint is None and save in agent.state.unread and self._kills_for_ever(save):
+            return
         if checkpoint is None:
             raise ViolationError(f"{save} was acknowledged and is forgotten")
         if checkpoint.phase is not Phase.SHED and not ranks <= set(checkpoint.contributions):
@@ -295,6 +352,8 @@ class Life:
             for announcement in self.scenario.announcements
             if announcement.info.save == save and any(file.path == path for file in announcement.files)
         )
+        if save in owner.state.unread:
+            return
         checkpoint = owner.state.checkpoints[save]
         if not checkpoint.ended or not checkpoint.pins_dropped:
             return

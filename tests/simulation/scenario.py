@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from random import Random
 
+from keepstep_agent.core.agent.work import Operation
+from keepstep_agent.core.errors import REFUSALS, ErrorKind
 from keepstep_agent.core.model import Kind, SaveInfo
 from keepstep_agent.core.settings.values import (
     DiskSettings,
@@ -15,6 +17,9 @@ from keepstep_agent.core.stored.packs_and_parts import MIN_PART_BYTES, PACK_BYTE
 
 STORM_SECONDS = 60.0
 _MANY_SMALL_FILES = 0.1
+_FATAL = 0.3
+_STORE_THAT_REFUSES = 0.05
+_FILE_THAT_IS_REFUSED = 0.15
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +91,48 @@ class Faults:
 
 
 @dataclass(frozen=True, slots=True)
+class Refusal:
+    """What fails from `at` on, for good: all that the store is asked, or the files of one path of one save."""
+
+    at: float
+    kind: ErrorKind
+    save: str = ""
+    path: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Scenario:
     agents: tuple[PlannedAgent, ...]
     announcements: tuple[PlannedAnnouncement, ...]
     faults: Faults
+
+
+@dataclass(frozen=True, slots=True)
+class FatalSave:
+    """A save whose work kills each agent that does this to it, so many times per agent."""
+
+    save: str
+    operation: Operation
+    kills: int
+
+
+def fatal_save(random: Random, scenario: Scenario) -> FatalSave | None:
+    """The save of a life whose work kills, if there is one."""
+    operation = random.choice(
+        (
+            Operation.RECALL,
+            Operation.STAGE,
+            Operation.RECONCILE,
+            Operation.SEND_PART,
+            Operation.PUT_FILE,
+            Operation.PUT_PACK,
+            Operation.CHECK_SENT,
+            Operation.WRITE_MANIFEST,
+            Operation.COMMIT,
+        )
+    )
+    save, kills = random.choice(scenario.announcements).info.save, random.choice((1, 2, 3, 1_000))
+    return FatalSave(save, operation, kills) if random.random() < _FATAL else None
 
 
 def draw(random: Random) -> Scenario:
@@ -154,6 +197,21 @@ def journal_outages(random: Random, scenario: Scenario) -> tuple[tuple[tuple[flo
     )
 
 
+def refusals(random: Random, scenario: Scenario) -> tuple[Refusal, ...]:
+    """What no healing of the world ends; in most lives nothing."""
+    if not scenario.faults.fail_before:
+        return ()
+    at, kind = random.uniform(0.0, 40.0), random.choice(sorted(REFUSALS))
+    draw = random.random()
+    if draw < _STORE_THAT_REFUSES:
+        return (Refusal(at, kind),)
+    if draw < _STORE_THAT_REFUSES + _FILE_THAT_IS_REFUSED:
+        announced = random.choice(scenario.announcements)
+        if announced.files:
+            return (Refusal(at, kind, announced.info.save, random.choice(announced.files).path),)
+    return ()
+
+
 def _files(random: Random, rank: int) -> tuple[PlannedFile, ...]:
     sizes = (0, 1, MIN_PART_BYTES, MIN_PART_BYTES + 1, 2 * MIN_PART_BYTES, 2 * MIN_PART_BYTES + 7, 3 * MIN_PART_BYTES)
     files = [PlannedFile(f"r{rank}/f{index}", random.choice(sizes)) for index in range(random.randint(0, 3))]
@@ -170,7 +228,7 @@ def _agent(random: Random, ranks: tuple[int, ...], *, ends: bool, calm: bool) ->
         store=StoreSettings(destination="file:///bucket"),
         transfer=TransferSettings(max_concurrency=random.choice((1, 2, 4))),
         disk=DiskSettings(eviction_threshold_percent=0.0),
-        termination=TerminationSettings(),
+        termination=TerminationSettings(drain_timeout_seconds=120.0),
     )
     part_sizes_bytes = tuple(random.choice((1, 1, 2, 4)) * MIN_PART_BYTES for _ in range(5))
     crashes = () if calm else tuple(random.randint(1, 120) for _ in range(random.choice((0, 1, 1, 2, 4))))

@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 from typing import cast
 from zlib import crc32
 
-from keepstep_agent.core.model import ManifestReference, Pack, RankManifest, SaveInfo
+from keepstep_agent.core.model import ManifestReference, RankManifest, SaveInfo
 from keepstep_agent.core.stored.commit import largest_disjoint, manifest_key_of, missing_files, missing_packs
 from keepstep_agent.core.stored.manifest import commit_marker, encode_manifest, encode_marker
 from keepstep_agent.core.stored.object_layout import file_key, manifests_prefix, marker_key, pack_key, save_prefix
+from keepstep_agent.core.stored.packs_and_parts import Pack
 
 
 class ViolationError(Exception):

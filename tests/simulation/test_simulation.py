@@ -26,13 +26,14 @@ from keepstep_agent.core.agent.commands import Abandon, Command, Exit, WriteMani
 from keepstep_agent.core.agent.events import Announced, PackStored, PartStored, Staged, Started
 from keepstep_agent.core.agent.state import State
 from keepstep_agent.core.agent.work import Operation, WorkId
+from keepstep_agent.core.policies.repeated_deaths import Suspect
 
 _LIVES = int(os.environ.get("KEEPSTEP_SIM_LIVES", "300"))
 _PER_BATCH = 300
 # A batch in which one of these happens less than five times shows little.
 _EVENTFUL = (
     *("released", "shed", "failed", "sealed"),
-    *("ObjectsLost", "Reconciled", "PackStored", "restart", "exit 0", "exit 75"),
+    *("ObjectsLost", "Reconciled", "PackStored", "restart", "set aside", "killed twice", "exit 0", "exit 75"),
 )
 _ROOT = Path(__file__).parents[2]
 
@@ -73,6 +74,8 @@ def _count(life: Life, seen: Counter[str]) -> None:
         seen.update(checkpoint.phase.value for checkpoint in agent.state.checkpoints.values())
         seen.update(type(event).__name__ for event in agent.journal)
         seen["restart"] += agent.starts - 1
+        seen["killed twice"] += len(agent.were_set_aside)
+        seen["set aside"] += len(agent.state.set_aside)
         seen[f"exit {agent.exit.code}" if agent.exit else "no exit"] += 1
 
 
@@ -188,7 +191,8 @@ def _put_another_pack_under_its_key(patch: pytest.MonkeyPatch) -> None:
 
 def _send_parts_again(patch: pytest.MonkeyPatch) -> None:
     def missing(checkpoint: Checkpoint, rank: int, progress: FileProgress) -> None:
-        progress.receipts = {}
+        if progress.multipart is not None:
+            progress.multipart.receipts = {}
         enqueue(checkpoint, rank, progress)
 
     enqueue = upload_queue.enqueue
@@ -256,9 +260,18 @@ def _keep_failed_work_to_itself(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(planner, "next_wake", lambda state: next_wake(state) if state.termination.noticed else None)
 
 
+def _set_nothing_aside(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Suspect, "is_set_aside", False)
+
+
+def _wait_for_ever_for_what_is_refused(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(drain, "gives_up_store_at", lambda state: None)
+
+
 @pytest.mark.parametrize(
     ("mutation", "violation"),
     [
+        (_wait_for_ever_for_what_is_refused, "did not exit"),
         (_seal_when_the_first_rank_has, "KeyError"),
         (_commit_without_looking_for_the_files, "is committed without"),
         (_forget_announcements, "another story"),
@@ -267,6 +280,7 @@ def _keep_failed_work_to_itself(patch: pytest.MonkeyPatch) -> None:
         (_shed_too_much, "shed without need"),
         (_stay_past_the_deadline, "deadline"),
         (_say_that_all_is_well, "exit 0"),
+        (_set_nothing_aside, "settle"),
         *(
             pytest.param(*planted, marks=pytest.mark.nightly)
             for planted in (

@@ -60,19 +60,33 @@ def head(size: int, *more: str) -> bytes:
 def review_with(field: str, value: str) -> bytes:
     """A whole review, with raw JSON in its request."""
     review = json.dumps(review_of(training_pod()))
-    body = review.replace('"request": {', f'"request": {{"{field}": {value}, ', 1)
+    return whole(review.replace('"request": {', f'"request": {{"{field}": {value}, ', 1))
+
+
+def review_with_id(length: int) -> bytes:
+    """A whole review, whose answer repeats its id."""
+    return whole(json.dumps(review_of(training_pod(), uid="u" * length)))
+
+
+def whole(body: str) -> bytes:
     return head(len(body)) + body.encode()
 
 
+_RARE = f"{'x' * 8000}\N{MUSICAL SYMBOL G CLEF}".encode()
 UNFINISHED = head(MOST_BODY_BYTES) + b'{"request": "' + b"x" * (MOST_BODY_BYTES - 100)
 ATTACKS: dict[str, tuple[int, bytes, bool]] = {
     "large bodies that never end": (60, UNFINISHED, True),
     "small bodies that never end": (_MANY, head(SMALL_BODY_BYTES) + b" " * (SMALL_BODY_BYTES - 1), True),
     "headers that never end": (_MANY, b"POST /mutate HTTP/1.1\r\nX: " + b"x" * 4000, True),
+    "many headers, each with a rare character, that never end": (
+        _MANY,
+        b"POST /mutate HTTP/1.1\r\n" + b"".join(b"X-%d: %b\r\n" % (number, _RARE) for number in range(120)),
+        True,
+    ),
     "nothing at all": (_MANY, b"", True),
     "no handshake": (_MANY, b"", False),
     "a review that opens a million lists": (8, review_with("x", f"[{'[],' * 900_000}[]]"), True),
-    "answers as long as their reviews that nobody reads": (60, review_with("uid", f'"{"u" * 2_900_000}"'), True),
+    "long answers that nobody reads": (100, review_with_id(500_000), True),
     "small bodies that unpack to large ones": (
         60,
         head(len(gzip.compress(b" " * 2_900_000)), "Content-Encoding: gzip") + gzip.compress(b" " * 2_900_000)[:-1],
@@ -162,6 +176,48 @@ def ask_over_a_new_one(webhook: WebhookProcess) -> None:
 
 async def until(holds: Callable[[], bool], what: str) -> None:
     await asyncio.to_thread(wait_until, holds, HANG_SECONDS, what)
+
+
+_ROUNDS = 10
+_SLOW_CLIENTS = 120
+_READ_SECONDS = 1
+_REFUSED_AT_ITS_END = b"[" + b" " * (MOST_BODY_BYTES - 1)
+
+
+@pytest.mark.parametrize(
+    ("payload", "status"),
+    [
+        pytest.param(UNFINISHED, b"408", id="bodies that never end"),
+        pytest.param(head(MOST_BODY_BYTES) + _REFUSED_AT_ITS_END, b"400", id="bodies that are no JSON"),
+        pytest.param(review_with_id(2_900_000), b"500", id="reviews whose answer is too long"),
+    ],
+)
+async def test_memory_stays_below_the_limit_in_ten_rounds_of_refused_reviews(
+    tmp_path: Path, payload: bytes, status: bytes
+) -> None:
+    with WebhookProcess(tmp_path, f"--read-seconds={_READ_SECONDS}") as webhook:
+        context = ssl.create_default_context(cafile=webhook.authority)
+
+        async def first_line(stack: contextlib.ExitStack) -> bytes:
+            # A connection whose room another one needs is closed without an answer.
+            with contextlib.suppress(OSError):
+                reader, writer = await asyncio.open_connection("127.0.0.1", webhook.port, ssl=context)
+                # Not before all are answered: a connection that waits for its next request is to hold nothing.
+                stack.callback(writer.close)
+                writer.write(payload)
+                return await reader.readline()
+            return b""
+
+        statuses: set[bytes] = set()
+        for _ in range(_ROUNDS):
+            with contextlib.ExitStack() as stack:
+                lines = await asyncio.wait_for(
+                    asyncio.gather(*(first_line(stack) for _ in range(_SLOW_CLIENTS))), HANG_SECONDS
+                )
+            statuses |= {line[9:12] for line in lines}
+        assert status in statuses
+        await asyncio.to_thread(ask_over_a_new_one, webhook)
+        assert peak_bytes(webhook) < chart_limit_bytes()
 
 
 async def test_beyond_the_budget_of_large_reviews_one_is_told_so_at_once(tmp_path: Path) -> None:

@@ -1,4 +1,7 @@
-"""Reads how much CPU and memory the control groups allow this process, and derives the upload rate from it."""
+"""Reads how much CPU and memory the control groups allow this process, and derives the upload rate from it.
+
+Also reads which start of the machine it runs in.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,6 +13,7 @@ _TLS_CPU_SECONDS_PER_GB: Final = 1.18
 """Measured: benchmarks/RESULTS.md, upload-tls."""
 _GB: Final = 1e9
 _CONTROL_GROUPS: Final = Path("/sys/fs/cgroup")
+_BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 _OURS: Final = Path("/proc/self/cgroup")
 _NO_LIMIT_FROM_BYTES: Final = 2**60
 """Version 1 of the interface reports a number near 2^63 for no limit."""
@@ -44,6 +48,14 @@ def memory_limit_bytes(*, ours: Path = _OURS, control_groups: Path = _CONTROL_GR
     groups = _groups("memory", ours, control_groups)
     limits = [limit for group in groups if (limit := _memory_of(group)) is not None]
     return min(limits, default=None)
+
+
+def boot_id(*, file: Path = _BOOT_ID) -> str:
+    """Return what tells this start of the machine from all others; empty if the kernel does not say."""
+    try:
+        return file.read_text().strip()
+    except OSError:
+        return ""
 
 
 def _groups(controller: str, ours: Path, control_groups: Path) -> Iterator[Path]:

@@ -6,6 +6,9 @@ a new connection takes the place of the one that has waited longest, if that has
 takes; else the new one stays in the kernel's queue for a moment. So clients that hold connections open cost the memory
 of at most `most` connections and keep nobody out. Time is counted in regular checks of all connections, so the time
 that we spend on one request makes no other connection late. Without a connection there are no checks.
+
+A connection has one request in memory, with a head of bounded size: bytes beyond it stay unread until it is answered.
+aiohttp bounds each header and their number, but not their sum, and keeps 32 requests of a connection that sends ahead.
 """
 
 import asyncio
@@ -13,7 +16,7 @@ import contextlib
 import logging
 import socket
 import ssl
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 import structlog
@@ -29,6 +32,14 @@ _LOOK_SECONDS: Final = 0.5
 _HONEST_LOOKS: Final = 2
 """An honest request has arrived before its connection is checked twice."""
 _ROOM_SECONDS: Final = 0.05
+_HEAD_END: Final = b"\r\n\r\n"
+_MOST_HEAD_BYTES: Final = 32 * 1024
+"""Of a request's line and headers. In memory they take five times as much if one character of each is a rare one."""
+_TOO_LARGE_HEAD: Final = (
+    b"HTTP/1.1 431 Request Header Fields Too Large\r\nConnection: close\r\nContent-Length: 0" + _HEAD_END
+)
+_RECEIVE_BUFFER_BYTES: Final = 256 * 1024
+"""Of a connection, in the kernel, which counts it to our container. By default it grows to six megabytes."""
 
 log = structlog.get_logger("keepstep.http")
 
@@ -44,6 +55,8 @@ _OPTIONS: Final[dict[str, Any]] = {
     "logger": _bugs,
     # So that nothing grows after it was received.
     "auto_decompress": False,
+    # What is read of a body before the application takes it.
+    "read_bufsize": 64 * 1024,
     # Longer than the API server keeps an idle connection, so that it never writes into one that we are closing.
     "keepalive_timeout": 120.0,
     "lingering_time": 1.0,
@@ -82,8 +95,8 @@ def probe_pages(
     return application
 
 
-def plain_answer(status: int, text: str) -> web.Response:
-    return web.Response(status=status, text=f"{text}\n")
+def plain_answer(status: int, text: str, headers: Mapping[str, str] | None = None) -> web.Response:
+    return web.Response(status=status, text=f"{text}\n", headers=headers)
 
 
 @contextlib.asynccontextmanager
@@ -105,6 +118,7 @@ async def serving(
     """
     listening = _listen(*address, option)
     runner = web.AppRunner(application, shutdown_timeout=finish_seconds)
+    application.middlewares.insert(0, _begun)
     application.on_response_prepare.append(_answered)
     await runner.setup()
     assert runner.server is not None, "it is set up"
@@ -121,6 +135,18 @@ async def serving(
         connections.close()
 
 
+@web.middleware
+async def _begun(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    """Tell the connection that a request's head was read."""
+    assert isinstance(request.protocol, _Connection)
+    if request.content_length is None and request.can_read_body:
+        return plain_answer(411, "a request with a body needs a Content-Length")
+    request.protocol.begun(request.content_length or 0)
+    return await handler(request)
+
+
 async def _answered(request: web.Request, _: web.StreamResponse) -> None:
     """Handle aiohttp's signal before each answer."""
     assert isinstance(request.protocol, _Connection)
@@ -128,7 +154,7 @@ async def _answered(request: web.Request, _: web.StreamResponse) -> None:
 
 
 class _Connection(web.RequestHandler):
-    """aiohttp's connection, with an account of what it owes.
+    """aiohttp's connection, with an account of what it owes, and of how much of it aiohttp may parse.
 
     `looks` counts the checks since the connection began to owe a request (`asks`) or became idle.
     """
@@ -139,9 +165,24 @@ class _Connection(web.RequestHandler):
         self.asks = True
         self.connecting: asyncio.Task[None] | None = None
         self._lost = lost
+        self._ahead = b""
+        """What was received and is not parsed yet, because it belongs to the next request."""
+        self._is_held = False
+        self._in_head = True
+        self._head_bytes = 0
+        self._head_tail = b""
+        """The last bytes of the head: its end may come in two pieces."""
+        self._body_bytes_left = 0
+        self._is_answered = False
+
+    def begun(self, body_bytes: int) -> None:
+        """The head was parsed, and a body of this size belongs to it."""
+        self._in_head, self._is_answered, self._body_bytes_left = False, False, body_bytes
+        self._parse()
 
     def answered(self) -> None:
-        self.looks, self.asks = 0, False
+        self.looks, self.asks, self._is_answered = 0, False, True
+        self._parse()
 
     def busy(self) -> bool:
         """Whether a request is not answered yet, or the client does not take its answer."""
@@ -154,6 +195,49 @@ class _Connection(web.RequestHandler):
             self.connecting.cancel()
 
     def data_received(self, data: bytes) -> None:
+        if data:
+            self._ahead += data
+            self._parse()
+        else:
+            super().data_received(data)  # aiohttp goes on with what it has
+
+    def _parse(self) -> None:
+        """Let aiohttp parse what belongs to the present request, and read on if nothing is left."""
+        if not self._in_head:
+            length = min(self._body_bytes_left, len(self._ahead))
+            self._body_bytes_left -= length
+            self._parse_next(length)
+            if self._is_answered and not self._body_bytes_left:
+                self._in_head, self._head_bytes, self._head_tail = True, 0, b""
+        if self._in_head:
+            self._parse_head()
+        if self.transport is None:
+            self._ahead = b""
+        elif self._ahead:
+            self._is_held = True
+            self.transport.pause_reading()
+        elif self._is_held:
+            self._is_held = False
+            self.resume_reading()
+
+    def _parse_head(self) -> None:
+        joined = self._head_tail + self._ahead
+        end = joined.find(_HEAD_END)
+        length = len(self._ahead) if end < 0 else end + len(_HEAD_END) - len(self._head_tail)
+        self._head_bytes += length
+        if self._head_bytes <= _MOST_HEAD_BYTES:
+            self._head_tail = joined[1 - len(_HEAD_END) :]
+            self._in_head = end < 0
+            self._parse_next(length)
+        elif self.transport is not None:
+            self._ahead = b""
+            self.transport.write(_TOO_LARGE_HEAD)
+            self.transport.close()
+
+    def _parse_next(self, length: int) -> None:
+        data, self._ahead = self._ahead[:length], self._ahead[length:]
+        if not data:
+            return
         if not self.asks:
             self.looks, self.asks = 0, True
         super().data_received(data)
@@ -249,4 +333,6 @@ def _listen(host: str, port: int, option: str) -> socket.socket:
             hint=f"give {option} as host:port with a free port",
         ) from error
     listening.setblocking(False)
+    # Accepted connections inherit it.
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _RECEIVE_BUFFER_BYTES)
     return listening

@@ -1,7 +1,8 @@
 """The agent's durable log in SQLite: what an answered call promised survives a SIGKILL and a power cut.
 
 Owns one file (and SQLite's -wal beside it). Knows nothing of what the records mean. Invariants: a record is either
-whole or absent; the order of replay is the order of append; a file that cannot be trusted is set aside, never deleted.
+whole or absent; the order of replay is the order of append; a file that cannot be trusted is moved aside and not
+deleted.
 """
 
 import errno
@@ -9,7 +10,7 @@ import os
 import sqlite3
 import stat
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Final, TypeVar
@@ -19,6 +20,7 @@ import structlog
 from keepstep_agent.adapters.durable_files import opened, sync_folder
 from keepstep_agent.adapters.volume.disk import Reserve
 from keepstep_agent.adapters.volume.errors import volume_error
+from keepstep_agent.adapters.volume.own_entries import JOURNAL_SUFFIXES
 from keepstep_agent.core.errors import ErrorKind, VolumeError
 from keepstep_agent.ports import Journal
 
@@ -27,10 +29,10 @@ T = TypeVar("T")
 _SCHEMA_VERSION: Final = 1
 _HEADER: Final = b"SQLite format 3\0"
 _LOCK_TIMEOUT_SECONDS: Final = 5.0
+_TOGETHER_BYTES: Final = 1024 * 1024
+"""How many bytes of records are read at a time, unless one alone has more."""
 _DAMAGE: Final = frozenset({sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB})
 _PRIMARY_CODE: Final = 0xFF
-_BESIDE: Final = ("", "-wal", "-shm", "-journal")
-"""Suffixes of the files that SQLite opens by name. It cannot be told not to follow links."""
 
 _log: structlog.typing.FilteringBoundLogger = structlog.get_logger()
 
@@ -52,26 +54,40 @@ class SqliteJournal:
 
         self._with_room(insert)
 
-    def replay(self) -> Iterable[bytes]:
-        def select() -> Iterable[bytes]:
+    def replay(self) -> Iterator[bytes]:
+        last_id = 0
+
+        def select() -> list[tuple[int, bytes]]:
+            rows: list[tuple[int, bytes]] = []
+            size_bytes = 0
             with self._transaction() as connection:
-                # SQLite stores any type in a column. If the byte that says which is damaged, it is no record.
-                rows = connection.execute("SELECT body FROM records ORDER BY id")
-                return [body if isinstance(body, bytes) else b"" for (body,) in rows]
+                for number, body in connection.execute(
+                    "SELECT id, body FROM records WHERE id > ? ORDER BY id", (last_id,)
+                ):
+                    # SQLite stores any type in a column. If the byte that says which is damaged, it is no record.
+                    rows.append((number, body if isinstance(body, bytes) else b""))
+                    size_bytes += len(rows[-1][1])
+                    if size_bytes >= _TOGETHER_BYTES:
+                        break
+            return rows
 
-        return self._with_room(select, when_not_begun=[])
+        nothing: list[tuple[int, bytes]] = []
+        while rows := self._with_room(select, when_not_begun=nothing):
+            last_id = rows[-1][0]
+            yield from (body for _, body in rows)
 
-    def rewrite(self, records: Sequence[bytes]) -> None:
+    def drop(self, positions: Collection[int]) -> None:
         with self._transaction() as connection:
-            connection.execute("DELETE FROM records")
-            connection.executemany("INSERT INTO records (body) VALUES (?)", [(record,) for record in records])
+            numbers = [number for (number,) in connection.execute("SELECT id FROM records ORDER BY id")]
+            dropped = ((numbers[position],) for position in positions)
+            connection.executemany("DELETE FROM records WHERE id = ?", dropped)
 
-    def set_aside(self) -> None:
+    def move_aside(self) -> None:
         self.close()
         aside = _move_away(self._path)
-        _log.error("journal.set_aside", path=str(self._path), kept_as=str(aside))
+        _log.error("journal.moved_aside", path=str(self._path), kept_as=str(aside))
         # This makes the file, if there is room.
-        self.replay()
+        next(self.replay(), None)
 
     def close(self) -> None:
         with self._lock, _translated(self._path):
@@ -147,11 +163,11 @@ class SqliteJournal:
 
 
 def open_journal(path: Path, reserve: Reserve) -> tuple[Journal, bool]:
-    """Return the journal at `path`, and whether a damaged one was there, which is set aside for a new one."""
+    """Return the journal at `path`, and whether a damaged one was there, which is moved aside for a new one."""
     journal = SqliteJournal(path, reserve)
     if journal.verify():
         return journal, False
-    journal.set_aside()
+    journal.move_aside()
     return journal, True
 
 
@@ -190,7 +206,7 @@ def _refuse_links(path: Path) -> None:
 
     If the state directory is on the volume, a trainer may put a link there that leads to another file of the agent.
     """
-    for suffix in _BESIDE:
+    for suffix in JOURNAL_SUFFIXES:
         part = path.with_name(path.name + suffix)
         with suppress(FileNotFoundError):
             if not stat.S_ISREG(part.lstat().st_mode):
@@ -224,7 +240,7 @@ def _move_away(path: Path) -> Path:
                 part.rename(aside.with_name(aside.name + suffix))
         sync_folder(path.parent)
     except OSError as error:
-        raise volume_error(error, f"cannot set aside the journal {path}") from error
+        raise volume_error(error, f"cannot move aside the journal {path}") from error
     return aside
 
 

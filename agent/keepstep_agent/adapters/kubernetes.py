@@ -18,6 +18,7 @@ import aiohttp
 
 from keepstep_agent.adapters.transfer.tls_connector import use_own_tls
 from keepstep_agent.core.errors import ClusterError, ErrorKind
+from keepstep_agent.core.settings.table import spelled
 from keepstep_agent.core.settings.values import ClusterSettings
 from keepstep_agent.ports import PodEvent
 
@@ -72,7 +73,7 @@ class ApiServer:
                 status = response.status
                 text = (await _read(response.content)).decode(errors="replace")
             found = json.loads(text) if status < 300 else {}
-        except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
+        except (aiohttp.ClientError, TimeoutError, OSError, ValueError, RecursionError) as error:
             # The next call reads ca.crt again.
             await self.close()
             raise ClusterError(
@@ -142,7 +143,7 @@ def _message(text: str) -> str:
     """Return the message of a Status object, or the start of any other text."""
     try:
         return str(json.loads(text)["message"])
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return text[:200]
 
 
@@ -173,7 +174,7 @@ class KubernetesCluster:
             settings,
             executor,
             hint="give the pod's service account a Role that may create events and patch pods",
-            without=", or set cluster_events to false",
+            without=f", or set {spelled('cluster.cluster_events')} to false",
         )
 
     async def tell(self, event: PodEvent) -> None:
@@ -236,7 +237,7 @@ class KueueWorkload:
             settings,
             executor,
             hint="give the pod's service account a Role that may list and patch Kueue's workloads",
-            without=", or set priority_boost to 0",
+            without=f", or set {spelled('cluster.priority_boost')} to 0",
         )
         self._path = ""
 
@@ -273,7 +274,8 @@ class KueueWorkload:
         raise ClusterError(
             ErrorKind.NOT_FOUND,
             f"Kueue has no Workload with {' or '.join(self._selectors.values())}",
-            hint="set priority_boost for jobs that Kueue manages, and the uid of the job that it manages as job_uid",
+            hint=f"set {spelled('cluster.priority_boost')} for jobs that Kueue manages; outside injected pods also set "
+            "--job-uid, the uid of the job that it manages",
         )
 
 

@@ -15,8 +15,9 @@ from keepstep_agent.adapters.checksum import crc64nvme
 from keepstep_agent.adapters.region_file import file_changed
 from keepstep_agent.adapters.volume.errors import volume_error
 from keepstep_agent.adapters.volume.shared_volume import Folder, fingerprint, open_volume
-from keepstep_agent.core.model import Pack, StagedFile
-from keepstep_agent.core.stored.packs_and_parts import HEADER_BYTES
+from keepstep_agent.core.errors import VolumeError
+from keepstep_agent.core.model import StagedFile
+from keepstep_agent.core.stored.packs_and_parts import HEADER_BYTES, Pack
 
 _LATEST_SECONDS: Final = 8**11 - 1
 _FILE_MODE: Final = 0o644
@@ -44,7 +45,11 @@ def read_pack(pack: Pack, volume: Path) -> PackBody:
             for file, offset_bytes in together:
                 view[offset_bytes - HEADER_BYTES : offset_bytes] = _header(file)
                 content = view[offset_bytes : offset_bytes + file.size_bytes]
-                _read(folder, volume, file, content)
+                try:
+                    _read(folder, volume, file, content)
+                except VolumeError as error:
+                    error.path = file.path
+                    raise
                 checksums.append(crc64nvme(content))
     return PackBody(data=data, checksum=crc64nvme(data), file_checksums=tuple(checksums))
 

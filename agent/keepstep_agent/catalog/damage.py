@@ -12,7 +12,7 @@ from typing import Final
 import structlog
 
 from keepstep_agent.catalog.ledger import decode_object, newest_objects
-from keepstep_agent.catalog.object_reads import DAMAGE, REFUSALS, for_each, get_whole, if_there, read_object
+from keepstep_agent.catalog.object_reads import DAMAGE, READ_REFUSALS, for_each, get_whole, if_there, read_object
 from keepstep_agent.core.errors import StoreError
 from keepstep_agent.core.limits import LEDGER_BYTES, LEDGER_OBJECTS_BYTES
 from keepstep_agent.core.mirror.base import series_of
@@ -62,7 +62,7 @@ async def read_damage(store: StoreReader, save: str) -> str:
         try:
             note = await if_there(get_whole(store, key, limit_bytes=_NOTE_BYTES))
         except StoreError as error:
-            if error.kind not in (*DAMAGE, *REFUSALS):
+            if error.kind not in (*DAMAGE, *READ_REFUSALS):
                 raise
             note = None
         notes.append((note or b"").decode(errors="replace").strip())
@@ -116,7 +116,7 @@ async def _failed_in_a_row(store: StoreReader, node_rank: int) -> tuple[int, str
         try:
             lives.extend(await if_there(read_object(store, key, decode_object, limit_bytes=LEDGER_BYTES)) or ())
         except StoreError as error:
-            if error.kind not in (*DAMAGE, *REFUSALS):
+            if error.kind not in (*DAMAGE, *READ_REFUSALS):
                 raise
 
     for number in range(0, min(len(keys), _MOST_OBJECTS), _READ_AT_ONCE):

@@ -3,6 +3,7 @@
 Both raise an error unless the bytes are what was written.
 """
 
+from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -11,6 +12,7 @@ from keepstep_agent.adapters.checksum import crc64nvme, joined_crc64nvme
 from keepstep_agent.catalog.object_reads import at_once, get_whole
 from keepstep_agent.catalog.reading import StoredFile
 from keepstep_agent.core.errors import checkpoint_corrupt
+from keepstep_agent.core.file_lists import Selected
 from keepstep_agent.core.model import Part
 from keepstep_agent.ports import StoreReader
 
@@ -28,7 +30,7 @@ class StoredPack:
 
     key: str
     size_bytes: int
-    files: tuple[StoredFile, ...]
+    files: Sequence[StoredFile]
 
     @property
     def content_bytes(self) -> int:
@@ -42,14 +44,15 @@ class StoredPack:
         return memoryview(body)[place.offset_bytes : place.offset_bytes + file.entry.size_bytes]
 
 
-def packs_of(files: Iterable[StoredFile]) -> tuple[StoredPack, ...]:
+def packs_of(files: Sequence[StoredFile]) -> tuple[StoredPack, ...]:
     """Return the packs that hold those of the files that are packed."""
-    packed: dict[str, list[StoredFile]] = {}
-    for file in files:
+    packed: dict[str, tuple[int, array[int]]] = {}
+    for position, file in enumerate(files):
         if file.entry.place:
-            packed.setdefault(file.key, []).append(file)
+            packed.setdefault(file.key, (file.object_bytes, array("I")))[1].append(position)
     return tuple(
-        StoredPack(key=key, size_bytes=held[0].object_bytes, files=tuple(held)) for key, held in packed.items()
+        StoredPack(key=key, size_bytes=size_bytes, files=Selected(files, positions))
+        for key, (size_bytes, positions) in packed.items()
     )
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from keepstep_agent.catalog.ledger import decode_object, newest_objects
-from keepstep_agent.catalog.object_reads import REFUSALS, for_each, if_there, read_object
+from keepstep_agent.catalog.object_reads import READ_REFUSALS, for_each, if_there, read_object
 from keepstep_agent.core.errors import ErrorKind, StoreError
 from keepstep_agent.core.limits import LEDGER_BYTES
 from keepstep_agent.core.stored.ledger import AgentLife, decode_lives, joined_lives, merged
@@ -138,7 +138,7 @@ class _Look:
         try:
             body = await if_there(read_object(self._store, key, _checked, limit_bytes=LEDGER_BYTES))
         except StoreError as error:
-            if error.kind in REFUSALS:
+            if error.kind in READ_REFUSALS:
                 self.refused.add(hash(key))
                 self.refusal = str(error)
             elif error.kind is ErrorKind.CHECKPOINT_CORRUPT:

@@ -5,11 +5,11 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Final
 
-from keepstep_agent.catalog.object_reads import DAMAGE, for_each, if_there, problem_of, read_object
+from keepstep_agent.catalog.object_reads import DAMAGE, READ_REFUSALS, for_each, if_there, problem_of, read_object
 from keepstep_agent.core.errors import ErrorKind, StoreError, checkpoint_corrupt
 from keepstep_agent.core.limits import MARKER_BYTES
 from keepstep_agent.core.model import CommitMarker
-from keepstep_agent.core.policies.restore_choice import CommittedSave, by_line, newest_first
+from keepstep_agent.core.policies.restore_choice import CommittedSave, by_line, last_commits, newest_first
 from keepstep_agent.core.stored.manifest import decode_marker
 from keepstep_agent.core.stored.object_layout import (
     COMMITS_PREFIX,
@@ -27,6 +27,8 @@ from keepstep_agent.core.stored.weights_marker import decode_weights_marker
 from keepstep_agent.ports import ObjectInfo, StoreReader
 
 _MARKERS_AT_ONCE: Final = 8
+_MOST_TIMES: Final = 100_000
+"""How many saves' times an agent remembers before it reads them again."""
 
 
 async def list_committed(store: StoreReader) -> tuple[CommittedSave, ...]:
@@ -108,15 +110,21 @@ async def list_snapshots(store: StoreReader) -> dict[str, tuple[CommittedSave, .
 async def in_order(store: StoreReader, committed: Iterable[CommittedSave]) -> tuple[CommittedSave, ...]:
     """Sort announced checkpoints, or the snapshots of one series, newest first.
 
-    Reads markers that share a step in one output directory.
+    Reads markers that share a step in one output directory. One that is archived counts by the store's clock.
     """
+
+    async def time_of(one: CommittedSave) -> float:
+        try:
+            return await saved_at(store, one)
+        except StoreError as error:
+            if error.kind is not ErrorKind.REQUEST_REFUSED:
+                raise
+            return one.modified_at
+
     found = tuple(committed)
     shared = Counter((one.output_key, one.step) for one in found)
     return newest_first(
-        [
-            one if shared[one.output_key, one.step] == 1 else replace(one, saved_at=await saved_at(store, one))
-            for one in found
-        ]
+        [one if shared[one.output_key, one.step] == 1 else replace(one, saved_at=await time_of(one)) for one in found]
     )
 
 
@@ -202,11 +210,70 @@ def weights_only_save(marker: ObjectInfo) -> CommittedSave | None:
     return None
 
 
-async def saved_at(store: StoreReader, committed: CommittedSave) -> float:
-    """Return when a save was announced, unix seconds; 0 if its marker cannot be read."""
+async def saved_at(store: StoreReader, committed: CommittedSave, *, run: str = "") -> float:
+    """Return when a save was announced, unix seconds; 0 if its marker cannot be read. `run` as for `read_marker`."""
     try:
-        return (await read_marker(store, committed)).saved_at
+        return (await read_marker(store, committed, run=run)).saved_at
     except StoreError as error:
         if error.kind not in (*DAMAGE, ErrorKind.FORMAT_UNKNOWN):
             raise
         return 0.0
+
+
+async def _saved_at_if_readable(store: StoreReader, committed: CommittedSave, *, run: str = "") -> float:
+    """As `saved_at`, and 0 too if the store does not give the marker: archived, or of another owner."""
+    try:
+        return await saved_at(store, committed, run=run)
+    except StoreError as error:
+        if error.kind not in READ_REFUSALS:
+            raise
+        return 0.0
+
+
+class SaveTimes:
+    """When saves were announced. A marker never changes, so each is read once."""
+
+    def __init__(self) -> None:
+        self._saved_at: dict[str, float] = {}
+
+    async def read(self, store: StoreReader, committed: Iterable[CommittedSave]) -> list[CommittedSave]:
+        """Return the saves with `saved_at`, which stays 0 where a marker is damaged or archived.
+
+        Raises ACCESS_DENIED: keys may be replaced at this moment, and the store's clock alone could delete too much.
+        """
+        saves = list(committed)
+        if len(self._saved_at) > _MOST_TIMES:
+            self._saved_at.clear()
+
+        async def look(one: CommittedSave) -> None:
+            try:
+                self._saved_at[one.key] = await saved_at(store, one)
+            except StoreError as error:
+                # An archived object may be readable again later.
+                if error.kind is not ErrorKind.REQUEST_REFUSED:
+                    raise
+
+        unread = [one for one in saves if not one.saved_at and one.key not in self._saved_at]
+        await for_each(unread, look, at_once=_MARKERS_AT_ONCE)
+        return [replace(one, saved_at=one.saved_at or self._saved_at.get(one.key, 0.0)) for one in saves]
+
+
+async def with_last_commits(
+    store: StoreReader, committed: Iterable[CommittedSave], *, run: str = ""
+) -> tuple[CommittedSave, ...]:
+    """Return the saves, and where they are of several lines, with what tells which of those was committed to last.
+
+    That takes the markers of up to two saves of each line, because the store's times are those of a copy in a copied
+    bucket. Without the right to read them, the store's times count. `run` as for `read_marker`.
+    """
+    saves = tuple(committed)
+    lines = by_line(saves).values()
+    found: dict[str, float] = {}
+
+    async def look(one: CommittedSave) -> None:
+        found[one.key] = await _saved_at_if_readable(store, one, run=run)
+
+    if len(lines) > 1:
+        last = {one.key: one for line in lines for one in last_commits(line) if not one.saved_at}
+        await for_each(last.values(), look, at_once=_MARKERS_AT_ONCE)
+    return tuple([replace(one, saved_at=found.get(one.key, one.saved_at)) for one in saves])

@@ -9,12 +9,15 @@ from collections.abc import Awaitable, Callable, Iterable
 from typing import Final, TypeVar
 
 from keepstep_agent.core.errors import ErrorKind, KeepstepError, StoreError, checkpoint_corrupt
-from keepstep_agent.ports import StoreReader
+from keepstep_agent.ports import StoreReader, StoreWriter
 
 # The answers that mean "this object is not what was written", as opposed to "the store cannot say now".
 DAMAGE: Final = frozenset({ErrorKind.CHECKPOINT_CORRUPT, ErrorKind.NOT_FOUND})
-REFUSALS: Final = frozenset({ErrorKind.ACCESS_DENIED, ErrorKind.REQUEST_REFUSED})
+READ_REFUSALS: Final = frozenset({ErrorKind.ACCESS_DENIED, ErrorKind.REQUEST_REFUSED})
 """What a store answers for one object, though it gives others: archived, of another key, or another owner's."""
+UNREADABLE: Final = DAMAGE | {ErrorKind.FORMAT_UNKNOWN, ErrorKind.REQUEST_REFUSED}
+"""Why a prune cannot judge by an object, and goes on: it is damaged, of a newer format, or archived. ACCESS_DENIED is
+none: keys that are replaced at this moment get it for every object."""
 
 _Item = TypeVar("_Item")
 
@@ -43,6 +46,22 @@ async def for_each(items: Iterable[_Item], work: Callable[[_Item], Awaitable[Non
         # Not `except*`: until Python 3.11.4 what is raised there comes out as a group again.
         first = failed.exceptions[0]
         raise first from first.__cause__
+
+
+async def delete_unlocked(store: StoreWriter, keys: Iterable[str], *, at_once: int) -> tuple[str, ...]:
+    """Delete objects, and return the keys of those that the store's own retention protects."""
+    locked: list[str] = []
+
+    async def delete(key: str) -> None:
+        try:
+            await store.delete(key)
+        except StoreError as error:
+            if error.kind is not ErrorKind.OBJECT_LOCKED:
+                raise
+            locked.append(key)
+
+    await for_each(keys, delete, at_once=at_once)
+    return tuple(locked)
 
 
 _Value = TypeVar("_Value")

@@ -14,12 +14,12 @@ import structlog
 
 from keepstep_agent.catalog.ledger import merge_ledger
 from keepstep_agent.catalog.listing import list_all
-from keepstep_agent.catalog.markers import committed_save, in_order, list_down_to, read_marker
-from keepstep_agent.catalog.object_reads import DAMAGE, for_each, if_there, read_object
+from keepstep_agent.catalog.markers import SaveTimes, committed_save, in_order, list_down_to, read_marker
+from keepstep_agent.catalog.object_reads import DAMAGE, UNREADABLE, delete_unlocked, for_each, if_there, read_object
 from keepstep_agent.catalog.reading import examine
 from keepstep_agent.catalog.sharing import spare_shared
 from keepstep_agent.catalog.weights_only import read_weights_only, reduce_saves
-from keepstep_agent.core.errors import ErrorKind, StoreError
+from keepstep_agent.core.errors import StoreError
 from keepstep_agent.core.limits import PIN_BYTES
 from keepstep_agent.core.model import Kind
 from keepstep_agent.core.policies.restore_choice import CommittedSave, by_line, decode_pin
@@ -77,12 +77,15 @@ async def prune(
     resumed_from: str = "",
     live: Collection[str] = (),
     known: Collection[str] = (),
+    times: SaveTimes | None = None,
     dry_run: bool = False,
 ) -> PruneReport:
     """Delete what `settings` does not keep. `core.policies.retention.verdict` explains `live` and `known`.
 
-    `resumed_from` is the save that the caller's volume resumed from: it is kept. `now` is in unix seconds.
+    `resumed_from` is the save that the caller's volume resumed from: it is kept. `now` is in unix seconds. `times` has
+    what earlier prunes have read of markers.
     """
+    times = times or SaveTimes()
     long_ago = now - settings.orphan_age_seconds
     listed = await list_down_to(store, 0)
     horizon = horizon_of(listed, settings)
@@ -99,10 +102,12 @@ async def prune(
         # Fewer than that are all kept anyway.
         if len(found) + (0 if series else len(weights_only.saves)) > settings.keep_last:
             good = [one for one in found if one.save not in suspects]
-            validated |= await validate(store, good, enough=settings.keep_last)
+            validated |= await validate(store, good, found, times, enough=settings.keep_last)
     late = {one.save for one in listing.committed} - judged
     protected = {resumed_from, *await pinned(store, listing.pins, long_ago)} - {""}
     agreed = (*[one for one in committed if one.key in there], *weights_only.saves)
+    if settings.goes_by_time:
+        agreed = tuple(await times.read(store, agreed))
     stored = tuple(one for one in listing.stored() if one.save not in late | weights_only.unreadable)
     plan = plan_prune(
         agreed,
@@ -121,18 +126,26 @@ async def prune(
     if settings.keep_final:
         doomed = {key for one in plan.deletions if not one.may_share for key in one.markers}
         plan = without_finals(plan, await finals(store, [one for one in agreed if one.key in doomed]))
-    reductions = plan_reductions(
-        plan,
-        agreed,
-        stored,
-        settings,
-        recorded=weights_only.patterns,
-        validated=validated,
-        damaged=listing.damaged,
+    reductions: tuple[Reduction, ...] = ()
+    try:
         # However old a pin is: its run may be alive, and may start again.
-        protected={resumed_from, *await pinned(store, listing.pins, 0.0)} if settings.weights_only_after else protected,
-        live=live,
-    )
+        pinned_ever = await pinned(store, listing.pins, 0.0) if settings.weights_only_after else set()
+    except StoreError as error:
+        if error.kind not in UNREADABLE:
+            raise
+        _log.warning("retention.weights_only_waits", error=str(error), hint=error.hint)
+    else:
+        reductions = plan_reductions(
+            plan,
+            agreed,
+            stored,
+            settings,
+            recorded=weights_only.patterns,
+            validated=validated,
+            damaged=listing.damaged,
+            protected=protected | pinned_ever,
+            live=live,
+        )
     # The second listing is as large.
     del stored
     listing.folders.clear()
@@ -152,8 +165,8 @@ async def prune(
     litter = () if plan.refused else _litter(listing.pins, listing.leftovers, long_ago)
     if not dry_run:
         plan = await _without_late(store, plan)
-        await delete_saves(store, plan.deletions, listing.damaged)
-        await for_each(tombstones, store.delete, at_once=REQUESTS_AT_ONCE)
+        plan = await delete_saves(store, plan, listing.damaged)
+        await delete_unlocked(store, tombstones, at_once=REQUESTS_AT_ONCE)
         reductions = await reduce_saves(store, reductions, settings, listing)
         await _clear(store, uploads, litter)
     return PruneReport(
@@ -190,8 +203,20 @@ async def _merged_ledger(store: StoreWriter, listed: Iterable[ObjectInfo], *, no
         return 0
 
 
-async def validate(store: StoreReader, committed: Iterable[CommittedSave], *, enough: int) -> set[str]:
-    """Return the newest saves that sizes and manifests show to be restorable, at most `enough` of them."""
+async def validate(
+    store: StoreReader,
+    committed: Iterable[CommittedSave],
+    line: Sequence[CommittedSave],
+    times: SaveTimes,
+    *,
+    enough: int,
+    older_commits_at: float = 0.0,
+) -> set[str]:
+    """Return the newest saves that sizes and manifests show to be restorable, at most `enough` of them.
+
+    Leaves out those that were skipped, as `horizon.skipped` says, by the times in the markers. `line`: all saves of
+    their line, newest first. `older_commits_at`: when the last of those below was committed, by the store's clock.
+    """
     validated: set[str] = set()
     for one in committed:
         if len(validated) >= enough:
@@ -199,10 +224,15 @@ async def validate(store: StoreReader, committed: Iterable[CommittedSave], *, en
         try:
             examination = await examine(store, one)
         except StoreError as error:
-            if error.kind is not ErrorKind.FORMAT_UNKNOWN:
+            if error.kind not in UNREADABLE:
                 raise
             continue
-        if examination.checkpoint is not None:
+        if examination.checkpoint is None:
+            continue
+        at = replace(one, saved_at=examination.checkpoint.marker.saved_at).committed_at
+        # Nothing was committed after it was stored here, so the others need not be read.
+        later = [lower for lower in line[line.index(one) + 1 :] if lower.modified_at > at]
+        if older_commits_at <= at and not any(lower.committed_at > at for lower in await times.read(store, later)):
             validated.add(one.save)
     return validated
 
@@ -216,10 +246,10 @@ async def finals(store: StoreReader, announced: Iterable[CommittedSave]) -> dict
             if (await read_marker(store, one)).info.kind is Kind.FINAL:
                 found[one.save] = FINAL
         except StoreError as error:
-            if error.kind is ErrorKind.FORMAT_UNKNOWN:
-                found[one.save] = f"it may be final: {error}"
-            elif error.kind not in DAMAGE:
+            if error.kind not in UNREADABLE:
                 raise
+            if error.kind not in DAMAGE:
+                found[one.save] = f"it may be final: {error}"
 
     await for_each(announced, look, at_once=REQUESTS_AT_ONCE)
     return found
@@ -259,7 +289,7 @@ def _litter(pins: Sequence[ObjectInfo], leftovers: Sequence[ObjectInfo], since: 
 async def _clear(store: StoreWriter, uploads: Iterable[UploadInfo], litter: Sequence[str]) -> None:
     for upload in uploads:
         await store.abort_upload(upload.key, upload.upload)
-    await for_each(litter, store.delete, at_once=REQUESTS_AT_ONCE)
+    await delete_unlocked(store, litter, at_once=REQUESTS_AT_ONCE)
 
 
 async def _without_late(store: StoreReader, plan: PrunePlan) -> PrunePlan:
@@ -271,17 +301,48 @@ async def _without_late(store: StoreReader, plan: PrunePlan) -> PrunePlan:
     return plan.withhold(lambda one: "it was committed meanwhile" if not one.committed and one.save in saves else "")
 
 
-async def delete_saves(store: StoreWriter, deletions: Sequence[Deletion], damaged: Collection[str]) -> None:
+async def delete_saves(store: StoreWriter, plan: PrunePlan, damaged: Collection[str]) -> PrunePlan:
+    """Carry out the deletions of a plan. Return it without those that the store's own retention does not let go.
+
+    A save that has lost its marker is deleted, though objects of it may stay for a later prune: those that are
+    protected, or that a protected snapshot may share. Of such a save the plan names the marker alone.
+    """
+    stays: dict[tuple[str, str], str] = {}
+    unmarked: set[tuple[str, str]] = set()
+
+    async def delete(deletion: Deletion, waves: Iterable[Sequence[str]]) -> None:
+        for wave in waves:
+            keys = await delete_unlocked(store, wave, at_once=REQUESTS_AT_ONCE)
+            if keys:
+                stays[deletion.name, deletion.save] = "the store's retention protects it"
+                _log.warning("retention.locked", save=deletion.save, objects=len(keys), first=keys[0])
+                return
+            if deletion.committed and wave == deletion.markers:
+                unmarked.add((deletion.name, deletion.save))
+
     # Snapshots share objects: none may go while one that is about to be deleted still has its marker.
-    for deletion in deletions:
-        if deletion.may_share:
-            await for_each(deletion.markers, store.delete, at_once=REQUESTS_AT_ONCE)
-    for deletion in deletions:
-        for wave in deletion.data if deletion.may_share else deletion.waves:
-            await for_each(wave, store.delete, at_once=REQUESTS_AT_ONCE)
-        if deletion.save in damaged:
-            for key in (damage_key(deletion.save), passed_over_key(deletion.save)):
-                await store.delete(key)
+    sharing = [one for one in plan.deletions if one.may_share]
+    for deletion in sharing:
+        await delete(deletion, [deletion.markers])
+        if stays:
+            why = "the store's retention protects a snapshot that may share its objects"
+            stays |= {place: why for one in sharing if (place := (one.name, one.save)) not in stays}
+            break
+    for deletion in plan.deletions:
+        if (deletion.name, deletion.save) in stays:
+            continue
+        await delete(deletion, deletion.data if deletion.may_share else deletion.waves)
+        if deletion.save in damaged and (deletion.name, deletion.save) not in stays:
+            notes = (damage_key(deletion.save), passed_over_key(deletion.save))
+            await delete_unlocked(store, notes, at_once=REQUESTS_AT_ONCE)
+    plan = plan.withhold(lambda one: "" if (place := (one.name, one.save)) in unmarked else stays.get(place, ""))
+    deletions = (
+        replace(one, waves=(one.markers,), size_bytes=0, reason=f"{one.reason}; objects of it stay: {protection}")
+        if (protection := stays.get((one.name, one.save)))
+        else one
+        for one in plan.deletions
+    )
+    return replace(plan, deletions=tuple(deletions))
 
 
 def _save_of(key: str) -> str:

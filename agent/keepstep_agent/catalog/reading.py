@@ -4,7 +4,8 @@ Owns every check that needs no file's bytes. Invariants: what `load` returns is 
 every file, every size) and safe to put on a disk (no path leaves the checkpoint); every problem names its object.
 """
 
-from collections.abc import Iterable
+from array import array
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Final
@@ -14,9 +15,11 @@ from keepstep_agent.adapters.control_group import memory_limit_bytes
 from keepstep_agent.catalog.markers import read_marker
 from keepstep_agent.catalog.object_reads import DAMAGE, at_once, for_each, problem_of, read_object
 from keepstep_agent.core.errors import StoreError, checkpoint_corrupt
+from keepstep_agent.core.file_lists import Columns
+from keepstep_agent.core.mirror.output_scan import folders_above
 from keepstep_agent.core.model import CommitMarker, FileEntry, ManifestReference, RankManifest
 from keepstep_agent.core.policies.restore_choice import CommittedSave
-from keepstep_agent.core.stored.manifest import decode_manifest, needed_bytes, shortage
+from keepstep_agent.core.stored.manifest import decode_manifest, shortage
 from keepstep_agent.core.stored.object_layout import (
     file_key,
     manifest_key,
@@ -67,6 +70,32 @@ class StoredFile:
     object_bytes: int
 
 
+_Row = tuple[Sequence[FileEntry], int, ObjectInfo]
+"""A list of files, the position of one in it, and the object that holds it."""
+
+
+class StoredFiles(Columns[StoredFile]):
+    """Files of manifests and the objects that hold them. Each is made when it is asked for."""
+
+    __slots__ = ("_entries", "_objects", "_positions")
+
+    def __init__(self, rows: Iterable[_Row]) -> None:
+        self._entries: list[Sequence[FileEntry]] = []
+        self._positions = array("I")
+        self._objects: list[ObjectInfo] = []
+        for entries, position, listed in rows:
+            self._entries.append(entries)
+            self._positions.append(position)
+            self._objects.append(listed)
+
+    def __len__(self) -> int:
+        return len(self._objects)
+
+    def _item(self, position: int) -> StoredFile:
+        entry, listed = self._entries[position][self._positions[position]], self._objects[position]
+        return StoredFile(entry=entry, key=listed.key, version=listed.version, object_bytes=listed.size_bytes)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommittedCheckpoint:
     """A checkpoint whose marker, manifests and listing agree. `files` and `links` have each path once.
@@ -78,7 +107,7 @@ class CommittedCheckpoint:
     committed: CommittedSave
     marker: CommitMarker
     manifests: tuple[RankManifest, ...]
-    files: tuple[StoredFile, ...]
+    files: Sequence[StoredFile]
     links: tuple[FileEntry, ...] = ()
 
     @property
@@ -108,7 +137,8 @@ class Examination:
     shortage: StoreError | None = None
     checkpoint: CommittedCheckpoint | None = None
     manifests: list[RankManifest] = field(default_factory=list)
-    files: dict[str, StoredFile] = field(default_factory=dict)
+    # By paths in UTF-8: as text, one wide character makes four bytes of each.
+    files: dict[bytes, _Row] = field(default_factory=dict)
     links: dict[str, FileEntry] = field(default_factory=dict)
     more_problems: int = 0
 
@@ -166,8 +196,7 @@ async def _examine(store: StoreReader, committed: CommittedSave) -> Examination:
     if not _has_room(marker, examination, largest_pack_bytes=_largest_pack_bytes(examination.manifests, objects)):
         return examination
     for manifest in examination.manifests:
-        left = (file for file in manifest.files if not marker.has_dropped(file))
-        _examine_files(manifest, left, objects, examination)
+        _examine_files(manifest, marker, objects, examination)
     _examine_paths(marker, examination)
     if not examination.problems:
         _examine_totals(committed, marker, examination)
@@ -176,7 +205,7 @@ async def _examine(store: StoreReader, committed: CommittedSave) -> Examination:
             committed=committed,
             marker=marker,
             manifests=tuple(examination.manifests),
-            files=tuple(file for _, file in sorted(examination.files.items())),
+            files=StoredFiles(examination.files[path] for path in sorted(examination.files)),
             links=tuple(link for _, link in sorted(examination.links.items())),
         )
     return examination
@@ -192,11 +221,15 @@ def _has_room(marker: CommitMarker, examination: Examination, *, largest_pack_by
         what = f"names {marker.file_count} files, more than manifests of {sum(sizes)} bytes can list"
         examination.add(marker_key(marker.info), what)
         return False
-    needed = needed_bytes(files=marker.file_count, manifests_bytes=sizes, largest_pack_bytes=largest_pack_bytes)
-    limit = memory_limit_bytes()
-    if limit is None or needed <= limit:
+    examination.shortage = shortage(
+        f"{marker.info.name} (save {marker.info.save})",
+        memory_limit_bytes(),
+        files=marker.file_count,
+        manifests_bytes=sizes,
+        largest_pack_bytes=largest_pack_bytes,
+    )
+    if examination.shortage is None:
         return True
-    examination.shortage = shortage(f"{marker.info.name} (save {marker.info.save})", needed, limit)
     examination.add(marker_key(marker.info), str(examination.shortage))
     return False
 
@@ -317,17 +350,19 @@ async def _read_manifest(
 
 
 def _examine_files(
-    manifest: RankManifest, files: Iterable[FileEntry], objects: dict[str, ObjectInfo], examination: Examination
+    manifest: RankManifest, marker: CommitMarker, objects: dict[str, ObjectInfo], examination: Examination
 ) -> None:
     info = manifest.info
     packs = {
         (key := pack_key(info, manifest.rank, number)): _listed(key, size_bytes, objects, examination)
         for number, size_bytes in enumerate(manifest.pack_sizes_bytes)
     }
-    for entry in files:
+    for position, entry in enumerate(manifest.files):
+        if marker.has_dropped(entry):
+            continue
         if entry.link:
-            file = examination.files.get(entry.path)
-            known = file.entry if file else examination.links.setdefault(entry.path, entry)
+            row = examination.files.get(entry.path.encode())
+            known = row[0][row[1]] if row else examination.links.setdefault(entry.path, entry)
         else:
             key = object_key(info, manifest.rank, entry)
             if not entry.place:
@@ -341,9 +376,13 @@ def _examine_files(
             if entry.place and entry.place.offset_bytes + entry.size_bytes > listed.size_bytes:
                 examination.add(key, f"has {listed.size_bytes} bytes, and {entry.path} does not lie in these")
                 continue
-            found = StoredFile(entry=entry, key=listed.key, version=listed.version, object_bytes=listed.size_bytes)
             link = examination.links.get(entry.path)
-            known = link or examination.files.setdefault(entry.path, found).entry
+            if link is not None:
+                known = link
+            else:
+                row = (manifest.files, position, listed)
+                entries, at, _ = examination.files.setdefault(entry.path.encode(), row)
+                known = entries[at]
         if not known.has_bytes_of(entry):
             examination.add(file_key(info, entry.path), "has different bytes on two ranks")
 
@@ -381,12 +420,10 @@ def _listed_pack(key: str, objects: dict[str, ObjectInfo], examination: Examinat
 
 def _examine_paths(marker: CommitMarker, examination: Examination) -> None:
     """Add a problem for what lies below a file or a link: a bucket allows that, a disk does not."""
-    for paths in (examination.files, examination.links):
+    for paths in (map(bytes.decode, examination.files), examination.links):
         for path in paths:
-            folder = path
-            while "/" in folder:
-                folder = folder.rpartition("/")[0]
-                if folder in examination.files or folder in examination.links:
+            for folder in folders_above(path):
+                if folder in examination.links or folder.encode() in examination.files:
                     what = "link" if folder in examination.links else "file"
                     examination.add(file_key(marker.info, path), f"lies below the {what} {folder}")
 

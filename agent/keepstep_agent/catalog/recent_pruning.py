@@ -13,11 +13,18 @@ from collections.abc import Collection, Iterable
 from functools import partial
 
 from keepstep_agent.catalog.damage import damaged_saves
-from keepstep_agent.catalog.markers import committed_save, in_order, list_down_to, read_marker, weights_only_save
-from keepstep_agent.catalog.object_reads import DAMAGE, for_each
+from keepstep_agent.catalog.markers import (
+    SaveTimes,
+    committed_save,
+    in_order,
+    list_down_to,
+    read_marker,
+    weights_only_save,
+)
+from keepstep_agent.catalog.object_reads import UNREADABLE, delete_unlocked, for_each
 from keepstep_agent.catalog.pruning import REQUESTS_AT_ONCE, PruneReport, delete_saves, pinned, validate
 from keepstep_agent.catalog.sharing import spare_shared
-from keepstep_agent.core.errors import ErrorKind, StoreError
+from keepstep_agent.core.errors import StoreError
 from keepstep_agent.core.model import Kind
 from keepstep_agent.core.policies.restore_choice import CommittedSave, by_line
 from keepstep_agent.core.policies.retention.deletions import PrunePlan, StoredSave
@@ -43,12 +50,14 @@ async def prune_recent(
     resumed_from: str = "",
     live: Collection[str] = (),
     known: Collection[str] = (),
+    times: SaveTimes | None = None,
 ) -> PruneReport | None:
     """Delete what `settings` does not keep of these series; "" is that of the announced checkpoints.
 
     Returns None if `known`, which are saves of these series, are not all found: only a whole prune can judge then. The
     other arguments are those of `prune`.
     """
+    times = times or SaveTimes()
     committed = [
         one for found in by_line(await _listed(store, horizon, series)).values() for one in await in_order(store, found)
     ]
@@ -64,13 +73,23 @@ async def prune_recent(
         return PruneReport(plan=most, horizon=horizon)
     concerned = {one.name for one in most.deletions}
     validated: set[str] = set()
-    for (name, _), found in by_line(good).items():
+    lines = by_line(committed)
+    for (name, output_key), found in by_line(good).items():
         if name in concerned:
-            validated |= await validate(store, found, enough=settings.keep_last)
+            validated |= await validate(
+                store,
+                found,
+                lines[name, output_key],
+                times,
+                enough=settings.keep_last,
+                older_commits_at=0.0 if name else horizon.older_commits_at.get(output_key, 0.0),
+            )
     pins = [one async for one in store.list(RESUME_PREFIX)]
     protected = {resumed_from, *await pinned(store, pins, now - settings.orphan_age_seconds)} - {""}
     there = {one.key for one in await _listed(store, horizon, series)}
     agreed = [one for one in committed if one.key in there]
+    if settings.goes_by_time:
+        agreed = await times.read(store, agreed)
     # A prune that was interrupted may have left a second marker.
     second: dict[str, str] = {}
     if "" in concerned:
@@ -90,8 +109,8 @@ async def prune_recent(
     if any(one.may_share for one in plan.deletions):
         spared = await spare_shared(store, plan, agreed, snapshots_alone=True)
         plan, tombstones = spared.plan, spared.tombstones
-    await delete_saves(store, plan.deletions, noted)
-    await for_each(tombstones, store.delete, at_once=REQUESTS_AT_ONCE)
+    plan = await delete_saves(store, plan, noted)
+    await delete_unlocked(store, tombstones, at_once=REQUESTS_AT_ONCE)
     return PruneReport(plan=plan, horizon=horizon)
 
 
@@ -120,7 +139,7 @@ async def _folders(
         try:
             info = (await read_marker(store, one)).info
         except StoreError as error:
-            if error.kind not in (*DAMAGE, ErrorKind.FORMAT_UNKNOWN):
+            if error.kind not in UNREADABLE:
                 raise
             return
         if info.kind is Kind.FINAL:

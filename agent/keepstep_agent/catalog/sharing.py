@@ -12,8 +12,8 @@ from typing import Final
 from keepstep_agent.adapters.control_group import memory_limit_bytes
 from keepstep_agent.catalog.listing import Listing, list_all
 from keepstep_agent.catalog.markers import committed_save
-from keepstep_agent.catalog.object_reads import DAMAGE, at_once, for_each, if_there, problem_of, read_object
-from keepstep_agent.core.errors import ErrorKind, StoreError, checkpoint_corrupt
+from keepstep_agent.catalog.object_reads import UNREADABLE, at_once, for_each, if_there, problem_of, read_object
+from keepstep_agent.core.errors import StoreError, checkpoint_corrupt
 from keepstep_agent.core.limits import MANIFEST_BYTES
 from keepstep_agent.core.model import Kind, RankManifest, SaveInfo
 from keepstep_agent.core.policies.restore_choice import CommittedSave
@@ -35,7 +35,6 @@ from keepstep_api.names import STATE_DIRECTORY
 _REQUESTS_AT_ONCE: Final = 8
 _TOGETHER_BYTES: Final = 4 * 1024**2
 """The most bytes of manifests that are read at a time, unless one alone has more."""
-_UNREADABLE: Final = (*DAMAGE, ErrorKind.FORMAT_UNKNOWN)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +76,7 @@ async def spare_shared(
         remaining += [info for info in reserved if info not in remaining and _manifest_bytes(look, info)]
         plan = without_named(plan, await _named(store, remaining, look, plan), look)
     except StoreError as error:
-        if error.kind not in _UNREADABLE:
+        if error.kind not in UNREADABLE:
             raise
         reason = str(error)
         plan = plan.withhold(lambda one: reason if one.may_share else "")
@@ -169,6 +168,6 @@ async def _named(store: StoreReader, snapshots: Sequence[SaveInfo], look: Second
 
 def _unreadable(key: str, error: StoreError) -> StoreError:
     """Return an error that says why nothing is deleted; any other trouble with the store as it is."""
-    if error.kind not in _UNREADABLE:
+    if error.kind not in UNREADABLE:
         return error
     return StoreError(error.kind, f"what other snapshots share is not known: {key} {problem_of(key, error)}")

@@ -4,7 +4,7 @@ Invariants: writes nothing; sends requests per run, not per checkpoint, unless a
 does not say is noted and not guessed.
 """
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -12,7 +12,7 @@ from keepstep_agent.catalog.markers import committed_save, read_marker, weights_
 from keepstep_agent.catalog.object_reads import DAMAGE, for_each
 from keepstep_agent.core.errors import ErrorKind, StoreError
 from keepstep_agent.core.model import Kind
-from keepstep_agent.core.policies.restore_choice import CommittedSave
+from keepstep_agent.core.policies.restore_choice import CommittedSave, by_line, last_commits
 from keepstep_agent.core.policies.run_census import Census, StoredRun, UnfinishedUpload
 from keepstep_agent.core.policies.storage_use import AgeLimits, RunUse, Usage, usage_of, use_of
 from keepstep_agent.core.stored.object_layout import run_of_record
@@ -50,7 +50,8 @@ class StorageUse:
 async def storage_use(store: StoreReader, limits: AgeLimits, *, every_kind: bool = False) -> StorageUse:
     """Return what takes the room in `store`, which may hold many runs.
 
-    Reads the marker of each run's newest checkpoint; with `every_kind` that of every checkpoint, to tell their kinds.
+    Reads the marker of each run's newest checkpoint, and of what the store holds last, to tell when it was committed;
+    with `every_kind` that of every checkpoint, to tell their kinds.
     """
     census = Census()
     async for one in store.list(""):
@@ -60,7 +61,7 @@ async def storage_use(store: StoreReader, limits: AgeLimits, *, every_kind: bool
             census.add_marker(run, marker)
     uploads, unsized, unknown = await _unfinished_uploads(store)
     runs, outside = census.runs(uploads)
-    kinds, unread = await _read_kinds(store, runs, every_kind=every_kind)
+    kinds, unread = await _read_markers(store, runs, every_kind=every_kind)
     return StorageUse(
         runs=tuple(use_of(run, kinds[run.prefix], limits, every_kind=every_kind) for run in runs),
         outside=usage_of(outside, {}, limits),
@@ -107,27 +108,49 @@ async def _unfinished_uploads(store: StoreReader) -> tuple[list[UnfinishedUpload
     return found, unsized, ""
 
 
-async def _read_kinds(
-    store: StoreReader, runs: Iterable[StoredRun], *, every_kind: bool
+async def _read_markers(
+    store: StoreReader, runs: Sequence[StoredRun], *, every_kind: bool
 ) -> tuple[dict[str, dict[str, Kind]], list[str]]:
-    """Return the kinds by run and by the marker's key in the run, and the keys of the markers that cannot be read."""
+    """Return the kinds by run and by the marker's key in the run, and the keys of the markers that cannot be read.
+
+    Notes in the runs when the saves were committed whose markers it reads.
+    """
     kinds: dict[str, dict[str, Kind]] = {run.prefix: {} for run in runs}
     unread: list[str] = []
 
-    async def read(place: tuple[str, CommittedSave]) -> None:
+    async def read(place: tuple[StoredRun, CommittedSave]) -> None:
         run, one = place
         try:
-            kinds[run][one.key] = (await read_marker(store, one, run=run)).info.kind
+            marker = await read_marker(store, one, run=run.prefix)
         except StoreError as error:
             if error.kind not in (*DAMAGE, ErrorKind.FORMAT_UNKNOWN, ErrorKind.ACCESS_DENIED):
                 raise
-            unread.append(run + one.key)
+            unread.append(run.prefix + one.key)
+            return
+        run.committed[run.committed.index(one)] = replace(one, saved_at=marker.saved_at)
+        if not one.series:
+            kinds[run.prefix][one.key] = marker.info.kind
 
-    wanted = (
-        (run.prefix, one)
-        for run in runs
-        for one in (run.committed if every_kind else run.newest)
-        if not one.series and not one.weights_only
-    )
-    await for_each(wanted, read, at_once=_REQUESTS_AT_ONCE)
+    # Which output directory was committed to last, only these markers say; so the newest are known after them.
+    for wanted in (_last_commits, _announced if every_kind else _newest):
+        places = [
+            (run, one) for run in runs for one in wanted(run) if not one.saved_at and run.prefix + one.key not in unread
+        ]
+        await for_each(places, read, at_once=_REQUESTS_AT_ONCE)
     return kinds, unread
+
+
+def _announced(run: StoredRun) -> list[CommittedSave]:
+    return [one for one in run.committed if not one.series and not one.weights_only]
+
+
+def _newest(run: StoredRun) -> list[CommittedSave]:
+    return run.newest
+
+
+def _last_commits(run: StoredRun) -> list[CommittedSave]:
+    """Return the saves of which one was committed last: of each output directory two, and the youngest of the run."""
+    whole = [one for one in run.committed if not one.weights_only]
+    found = [one for line in by_line(_announced(run)).values() for one in last_commits(line)]
+    found += [max(whole, key=lambda one: one.modified_at)] if whole else []
+    return list(dict.fromkeys(found))

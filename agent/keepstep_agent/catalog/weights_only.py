@@ -13,7 +13,7 @@ import structlog
 from keepstep_agent.catalog.damage import damaged_saves
 from keepstep_agent.catalog.listing import Listing
 from keepstep_agent.catalog.markers import read_marker
-from keepstep_agent.catalog.object_reads import DAMAGE, for_each, if_there
+from keepstep_agent.catalog.object_reads import UNREADABLE, delete_unlocked, for_each, if_there
 from keepstep_agent.core.errors import ErrorKind, StoreError, checkpoint_corrupt
 from keepstep_agent.core.model import WeightsOnly, is_optimizer_file
 from keepstep_agent.core.policies.restore_choice import CommittedSave
@@ -60,7 +60,7 @@ async def read_weights_only(store: StoreReader, listing: Listing) -> WeightsOnly
         try:
             marker = await read_marker(store, one)
         except StoreError as error:
-            if error.kind not in (*DAMAGE, ErrorKind.FORMAT_UNKNOWN):
+            if error.kind not in UNREADABLE:
                 raise
             _log.warning("weights_only.marker_unreadable", save=one.save, error=str(error))
             if one.save not in committed:
@@ -86,14 +86,14 @@ async def reduce_saves(
 ) -> tuple[Reduction, ...]:
     """Drop the optimizer's files of these saves, and return those that have lost them.
 
-    One whose marker cannot be read stays as it is. If a start has pinned or doubted anything since `listing`, the rest
-    waits for the next prune.
+    One whose marker cannot be read, or that the store's own retention protects, stays as it is. If a start has pinned
+    or doubted anything since `listing`, the rest waits for the next prune.
     """
     done = []
     for one in reductions:
         if one.committed.weights_only:
-            await for_each(one.keys, store.delete, at_once=_REQUESTS_AT_ONCE)
-            done.append(one)
+            if not await delete_unlocked(store, one.keys, at_once=_REQUESTS_AT_ONCE):
+                done.append(one)
             continue
         if not await _is_as_listed(store, listing):
             _log.info("weights_only.waits", reason="a run has started, or found a checkpoint damaged")
@@ -101,14 +101,16 @@ async def reduce_saves(
         try:
             named = await _write_marker(store, one, settings.optimizer_patterns)
         except StoreError as error:
-            if error.kind not in (*DAMAGE, ErrorKind.FORMAT_UNKNOWN):
+            if error.kind not in UNREADABLE:
                 raise
             _log.warning("weights_only.left_whole", save=one.committed.save, error=str(error))
             continue
-        await store.delete(one.committed.key)
         keys = [key for key in one.keys if (path := file_path(key)) and is_optimizer_file(path, named)]
-        await for_each(keys, store.delete, at_once=_REQUESTS_AT_ONCE)
-        done.append(one)
+        for wave in ([one.committed.key], keys):
+            if await delete_unlocked(store, wave, at_once=_REQUESTS_AT_ONCE):
+                break
+        else:
+            done.append(one)
     return tuple(done)
 
 

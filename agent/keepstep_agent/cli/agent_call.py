@@ -8,7 +8,7 @@ from typing import Any
 import grpc
 
 from keepstep_agent.core.errors import ErrorKind, KeepstepError
-from keepstep_api.names import socket_address
+from keepstep_api.names import STATUS_DETAILS, socket_address
 from keepstep_api.v1 import agent_pb2, agent_pb2_grpc
 
 CALL_TIMEOUT_SECONDS = 10.0
@@ -23,7 +23,8 @@ def agent_stub(socket: str) -> Iterator[Any]:
             yield agent_pb2_grpc.AgentStub(channel)  # type: ignore[no-untyped-call]  # generated code
     except grpc.RpcError as error:
         code = error.code()
-        if code is grpc.StatusCode.UNAVAILABLE:
+        is_answer = any(one.key == STATUS_DETAILS for one in error.trailing_metadata() or ())
+        if code is grpc.StatusCode.UNAVAILABLE and not is_answer:
             raise KeepstepError(
                 ErrorKind.UNREACHABLE,
                 f"no agent answers on {socket}",

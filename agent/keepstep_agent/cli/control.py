@@ -126,6 +126,8 @@ def _picture(update: agent_pb2.Status) -> Iterator[str]:
         yield f"restoring step {fetching.step}: {how_far}{trouble}"
     if update.storage_error:
         yield click.style(f"storage: {printable(update.storage_error)}", fg="red")
+    for line in update.set_aside:
+        yield click.style(printable(line), fg="yellow")
     for line in update.not_stored:
         yield click.style(f"not stored: {printable(line)}", fg="yellow")
     if update.checkpoints:

@@ -14,7 +14,7 @@ from keepstep_agent.cli.store_options import setting_option
 from keepstep_agent.cli.store_work import as_json_option, opened, print_json, run_work
 from keepstep_agent.config import load_some_settings
 from keepstep_agent.core.errors import ErrorKind, StoreError
-from keepstep_agent.core.injection.annotation_table import OWN, annotation_of
+from keepstep_agent.core.injection.annotation_table import OWN
 from keepstep_agent.core.injection.spec import InjectionDefaults
 from keepstep_agent.core.limits import WORLD_SIZE
 from keepstep_agent.core.policies.measured_job import MeasuredJob, measure_job
@@ -212,7 +212,7 @@ def _annotations(advice: SaveAdvice, settings: Settings) -> Mapping[str, str]:
     return {
         **({own["grace-seconds"]: str(advice.grace_seconds)} if advice.grace_seconds > _USUAL_GRACE_SECONDS else {}),
         own["size-limit"]: _as_quantity(advice.volume_bytes),
-        **{annotation_of(one): text_of(one, values[one.key]) for one in _CHOSEN if values[one.key] != one.default},
+        **{one.annotation: text_of(one, values[one.key]) for one in _CHOSEN if values[one.key] != one.default},
     }
 
 

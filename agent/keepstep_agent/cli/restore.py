@@ -1,9 +1,11 @@
 """`keepstep restore`, which an init container or a person runs before the program."""
 
 import asyncio
+import os
+import signal
 import time
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -14,7 +16,9 @@ import structlog
 
 from keepstep_agent.adapters.open_store import open_store
 from keepstep_agent.adapters.volume import identity
-from keepstep_agent.adapters.volume.shared_folders import make_shared_folders
+from keepstep_agent.adapters.volume.own_entries import RESTORE_NOTE
+from keepstep_agent.adapters.volume.shared_folders import make_shared_folders, make_state_directory
+from keepstep_agent.adapters.volume.work_note import WorkNote
 from keepstep_agent.catalog.markers import newest_of_run
 from keepstep_agent.cli.autoload import copy_autoload
 from keepstep_agent.cli.formatting import errors_reported, progress_line
@@ -24,6 +28,7 @@ from keepstep_agent.core.errors import ErrorKind, StoreError, VolumeError, print
 from keepstep_agent.core.limits import UNIX_SECONDS
 from keepstep_agent.core.mirror.base import series_of
 from keepstep_agent.core.quantities import amount
+from keepstep_agent.core.settings.table import spelled
 from keepstep_agent.core.settings.values import Settings
 from keepstep_agent.core.stored.ledger import Resumed
 from keepstep_agent.ports import StoreWriter
@@ -77,7 +82,7 @@ def restore(settings: Settings, autoload_to: Path | None, lease: str | None, as_
             copy_autoload(autoload_to)
     if settings.restore == OFF:
         run_work(settings, _restore_nothing(settings, lease))
-        click.echo("nothing is restored: --restore is off")
+        click.echo(f"nothing is restored: {spelled('restore')} is off")
         return
     restored, snapshots = run_work(settings, _restore(settings, lease))
     if as_json:
@@ -179,6 +184,30 @@ async def _held(store: StoreWriter, settings: Settings, lease: str | None) -> As
         yield
 
 
+@contextmanager
+def _noted(volume: Path, state_directory: Path) -> Iterator[WorkNote]:
+    """Keep the note of what is restored. A restore that ends with an error, or is told to end, has not died of it."""
+    note = WorkNote(volume, state_directory, RESTORE_NOTE, now=time.time())
+    loop = asyncio.get_running_loop()
+    leave_at_once = signal.getsignal(signal.SIGTERM)
+
+    def stop_listening() -> None:
+        loop.remove_signal_handler(signal.SIGTERM)
+        signal.signal(signal.SIGTERM, leave_at_once)
+
+    def end() -> None:
+        note.close(note.suspects)
+        stop_listening()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    loop.add_signal_handler(signal.SIGTERM, end)
+    try:
+        yield note
+    finally:
+        stop_listening()
+        note.close(note.suspects)
+
+
 async def _restore(
     settings: Settings, lease: str | None
 ) -> tuple[tuple[init_step.Restored, ...], RestoredSnapshots | None]:
@@ -192,6 +221,8 @@ async def _restore(
         await stack.enter_async_context(_held(store, settings, lease))
         await asyncio.to_thread(make_shared_folders, volume, directory)
         await asyncio.to_thread(identity.claim, volume, settings.store.destination)
+        await asyncio.to_thread(make_state_directory, volume, Path(settings.state_directory))
+        note = stack.enter_context(_noted(volume, Path(settings.state_directory)))
         predecessors = None
         if lease is None:
             # `keepstep run` has the lease, and nobody to wait for.
@@ -212,6 +243,7 @@ async def _restore(
                     concurrency=settings.transfer.max_concurrency,
                     size_limit_bytes=settings.disk.size_limit_bytes,
                     predecessors=predecessors,
+                    note=note,
                     on_progress=advance,
                 )
             elif predecessors is not None:
@@ -228,6 +260,7 @@ async def _restore(
                 concurrency=settings.transfer.max_concurrency,
                 size_limit_bytes=settings.disk.size_limit_bytes,
                 predecessors=predecessors,
+                note=note,
                 on_progress=advance,
             )
     record = _start_record(settings, began_at, restored[0] if restored else None, snapshots)

@@ -48,6 +48,7 @@ def run(wants_autoload: bool, take_over: bool, command: tuple[str, ...], **optio
         settings = settings_from(options, defaults={**_DEFAULTS, **slurm_defaults(os.environ)})
         import structlog
 
+        from keepstep_agent.adapters.volume.shared_folders import VOLUME_MODE
         from keepstep_agent.runtime.engine.logs import configure_logs
         from keepstep_agent.runtime.process.autoload_check import AutoloadCheck
         from keepstep_agent.runtime.process.run_lock import held_volume
@@ -65,6 +66,8 @@ def run(wants_autoload: bool, take_over: bool, command: tuple[str, ...], **optio
             )
         if problem := launcher_problem(command):
             log.warning("run.launcher", problem=problem)
+        # Not with the umask, which may let others of the user's group replace what is on it.
+        _make_directory(Path(settings.volume), VOLUME_MODE)
         _make_directory(Path(settings.checkpoint_directory))
 
         def notify(request: agent_pb2.NotifyTerminationRequest) -> None:
@@ -113,9 +116,9 @@ def run(wants_autoload: bool, take_over: bool, command: tuple[str, ...], **optio
     raise SystemExit(code)
 
 
-def _make_directory(directory: Path) -> None:
+def _make_directory(directory: Path, mode: int = 0o777) -> None:
     """Make the directory: the program may look for it before anything is written there. Raises KeepstepError."""
     try:
-        directory.mkdir(parents=True, exist_ok=True)
+        directory.mkdir(mode, parents=True, exist_ok=True)
     except OSError as error:
         raise folder_error(error, f"cannot make {directory}") from error

@@ -73,7 +73,7 @@ def setting_option(setting: SettingField, default: str | None = None) -> Callabl
 
 # What a person at a terminal needs. The store's other settings come from the environment only.
 _OFFERED: Final = frozenset(
-    f"store.{name}" for name in ("endpoint_url", "region", "addressing", "ca_bundle", "verify_tls")
+    f"store.{name}" for name in ("endpoint_url", "region", "addressing", "ca_bundle", "verify_tls", "requester_pays")
 )
 
 

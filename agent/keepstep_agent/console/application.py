@@ -8,7 +8,7 @@ from urllib.parse import urlencode
 import msgspec
 from aiohttp import web
 
-from keepstep_agent.console.access import USER, Access, add_headers
+from keepstep_agent.console.access import SIGNED_IN, USER, Access, TooManyTokensError, add_headers
 from keepstep_agent.console.listing import RunPage, RunQuery, page_of
 from keepstep_agent.console.pages import MOST_SHOWN, render
 from keepstep_agent.console.refresh import KnownRun, Runs
@@ -23,9 +23,11 @@ _NO_DETAILS: Final = RunDetails(starts=(), more_starts=0, checkpoints=(), more_c
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-def console_pages(runs: Runs, settings: ConsoleSettings, *, clock: Callable[[], float] = time.time) -> web.Application:
+def console_pages(
+    runs: Runs, settings: ConsoleSettings, access: Access, *, clock: Callable[[], float] = time.time
+) -> web.Application:
     """Make the application. It only reads what is in memory."""
-    pages = _Pages(runs, settings, clock)
+    pages = _Pages(runs, settings, access, clock)
     application = web.Application(middlewares=[pages.guard], client_max_size=MOST_FORM_BYTES)
     application.on_response_prepare.append(add_headers)
     application.add_routes(
@@ -53,21 +55,24 @@ def _static(name: str) -> _Handler:
 
 
 class _Pages:
-    def __init__(self, runs: Runs, settings: ConsoleSettings, clock: Callable[[], float]) -> None:
+    def __init__(self, runs: Runs, settings: ConsoleSettings, access: Access, clock: Callable[[], float]) -> None:
         self._runs = runs
         self._settings = settings
         self._clock = clock
-        self._access = Access(settings, clock=clock)
+        self._access = access
 
     @web.middleware
     async def guard(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
         """Let in who may see the pages, and turn errors into pages."""
-        user = self._access.user_of(request)
-        request[USER] = user or ""
-        if user is None and request.path not in _OPEN:
-            return self._refusal(request)
+        request[USER], request[SIGNED_IN] = "", False
         try:
+            user = self._access.user_of(request)
+            request[USER], request[SIGNED_IN] = user or "", user is not None
+            if user is None and request.path not in _OPEN:
+                return self._refusal(request)
             return await handler(request)
+        except TooManyTokensError as error:
+            return self._too_many_tokens(request, error.wait_seconds)
         except web.HTTPRedirection:
             raise
         except web.HTTPException as error:
@@ -125,14 +130,14 @@ class _Pages:
 
     async def sign_in_form(self, request: web.Request) -> web.Response:
         following = _local(request.query.get("next", "/"))
-        if self._access.user_of(request) is not None:
+        if request[SIGNED_IN]:
             return web.Response(status=303, headers={"Location": following})
         return self._sign_in_page(request, following)
 
     async def sign_in(self, request: web.Request) -> web.Response:
         form = await request.post()
         following = _local(str(form.get("next", "/")))
-        if not self._access.is_token(str(form.get("token", ""))):
+        if not self._access.is_token(str(form.get("token", "")), request):
             return self._sign_in_page(request, following, wrong=True)
         answer = web.Response(status=303, headers={"Location": following})
         self._access.sign_in(request, answer)
@@ -183,6 +188,15 @@ class _Pages:
         following = f"/sign-in?{urlencode({'next': _local(request.path_qs)})}"
         return web.Response(status=303, headers={"Location": following})
 
+    def _too_many_tokens(self, request: web.Request, wait_seconds: int) -> web.Response:
+        if request.path.startswith("/api/"):
+            refusal = _json({"error": "too many wrong tokens"}, status=429)
+        else:
+            text = f"Too many wrong tokens were given. Try again in {wait_seconds} seconds."
+            refusal = self._message(request, 429, "Wait a moment", text)
+        refusal.headers["Retry-After"] = str(wait_seconds)
+        return refusal
+
     def _sign_in_page(
         self, request: web.Request, following: str, *, wrong: bool = False, status: int = 200
     ) -> web.Response:
@@ -201,14 +215,13 @@ class _Pages:
         return self._html(request, "message", status=status, title=title, text=text, linked=linked)
 
     def _html(self, request: web.Request, template: str, *, status: int = 200, **values: Any) -> web.Response:
-        signed_in = self._access.user_of(request) is not None
         page = render(
             template,
             now=self._clock(),
             runs=self._runs,
-            destination=self._settings.destination if signed_in else "",
+            destination=self._settings.destination if request[SIGNED_IN] else "",
             user=request[USER],
-            can_sign_out=signed_in and self._access.has_token,
+            can_sign_out=request[SIGNED_IN] and self._access.has_token,
             **values,
         )
         return web.Response(text=page, status=status, content_type="text/html", charset="utf-8")

@@ -17,7 +17,7 @@ import structlog
 from keepstep_agent.adapters.priority import malloc_trim
 from keepstep_agent.catalog.damage import damaged_saves
 from keepstep_agent.catalog.kept_ledger import KeptLedger
-from keepstep_agent.catalog.markers import newest_of_run, read_marker, weights_of_run
+from keepstep_agent.catalog.markers import newest_of_run, read_marker, weights_of_run, with_last_commits
 from keepstep_agent.catalog.object_reads import DAMAGE, for_each
 from keepstep_agent.catalog.runs import find_runs
 from keepstep_agent.console.settings import MOST_KEPT_BYTES, MOST_RUNS, ConsoleSettings
@@ -83,6 +83,7 @@ class KnownRun:
         damaged = await damaged_saves(store, self.prefix) if is_new or self._damaged else self._damaged
         if not is_new and damaged == self._damaged:
             return
+        committed = await with_last_commits(store, committed, run=self.prefix)
         usable = usable_newest(committed, damaged)
         newest = await self._read_newest(store, usable) if usable else None
 

@@ -12,6 +12,7 @@ from keepstep_agent import __version__
 from keepstep_agent.adapters.http_server import serving
 from keepstep_agent.adapters.open_store import open_store
 from keepstep_agent.adapters.retrying_store import RetryingStore, RetryPolicy
+from keepstep_agent.console.access import Access
 from keepstep_agent.console.application import console_pages
 from keepstep_agent.console.refresh import Runs
 from keepstep_agent.console.settings import ASK_SECONDS, FINISH_SECONDS, MOST_CONNECTIONS, ConsoleSettings
@@ -37,10 +38,11 @@ async def serve_console(
         store = await stack.enter_async_context(open_store(store_settings))
         # What was loaded stays for good: the garbage collector need not look at it again.
         gc.freeze()
+        access = Access(settings)
         runs = Runs(RetryingStore(store, _PATIENCE), settings)
         address = await stack.enter_async_context(
             serving(
-                console_pages(runs, settings),
+                console_pages(runs, settings, access),
                 settings.address,
                 option="--address",
                 most=MOST_CONNECTIONS,
@@ -48,14 +50,18 @@ async def serve_console(
                 finish_seconds=FINISH_SECONDS,
             )
         )
-        reading, left = asyncio.create_task(runs.keep_reading()), asyncio.create_task(leaving.wait())
-        stack.push_async_callback(_end, reading, left)
+        tasks = [asyncio.create_task(runs.keep_reading())]
+        if settings.token_file is not None:
+            tasks.append(asyncio.create_task(access.keep_token()))
+        left = asyncio.create_task(leaving.wait())
+        stack.push_async_callback(_end, *tasks, left)
         tell(address)
         _log.info("console.serving", version=__version__, address=address, destination=settings.destination)
-        # Reading ends by a bug alone, and pages that never change again would hide it.
-        await asyncio.wait([reading, left], return_when=asyncio.FIRST_COMPLETED)
-        if reading.done():
-            reading.result()
+        # The others end by a bug alone, and pages that never change again would hide it.
+        await asyncio.wait([*tasks, left], return_when=asyncio.FIRST_COMPLETED)
+        for task in tasks:
+            if task.done():
+                task.result()
 
 
 async def _end(*tasks: asyncio.Task[object]) -> None:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from ipaddress import IPv4Network, IPv6Network
+from pathlib import Path
 from typing import Final
 
 MOST_CONNECTIONS: Final = 256
@@ -20,11 +21,15 @@ ROWS: Final = 100
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConsoleSettings:
-    """`token` and `user_header` are empty if they let nobody in. `trusted_proxies` may set the header."""
+    """`token` and `user_header` are empty if they let nobody in. `trusted_proxies` may set the header.
+
+    `token_file` is where the token came from, and later ones come from.
+    """
 
     destination: str
     address: tuple[str, int] = ("127.0.0.1", 8400)
     token: str = field(default="", repr=False)
+    token_file: Path | None = None
     user_header: str = ""
     trusted_proxies: tuple[IPv4Network | IPv6Network, ...] = ()
     refresh_seconds: float = 30.0

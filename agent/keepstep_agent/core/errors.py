@@ -3,8 +3,16 @@
 Adapters turn third-party exceptions into these, chained with `from`. The core decides by `kind` alone.
 """
 
+import re
 from enum import StrEnum
 from typing import Final
+
+_USER_OF_A_URL: Final = re.compile(r"(?<=://)[^/?#\s\"'<>]*@")
+
+
+def without_passwords(text: str) -> str:
+    """Return the text without the user and password of each URL in it. An endpoint or a proxy may have them."""
+    return _USER_OF_A_URL.sub("", text)
 
 
 class ErrorKind(StrEnum):
@@ -23,6 +31,7 @@ class ErrorKind(StrEnum):
     CLOCK_SKEWED = "clock-skewed"
     STORE_FULL = "store-full"
     REQUEST_REFUSED = "request-refused"
+    OBJECT_LOCKED = "object-locked"
     # Storage, an answer rather than a fault.
     NOT_FOUND = "not-found"
     ALREADY_EXISTS = "already-exists"
@@ -46,6 +55,7 @@ class ErrorKind(StrEnum):
     BAD_NAME = "bad-name"
     CONTRADICTION = "contradiction"
     BAD_REQUEST = "bad-request"
+    TOO_MANY_CALLS = "too-many-calls"
     BAD_CONFIGURATION = "bad-configuration"
     UNKNOWN_SAVE = "unknown-save"
     CHECKPOINT_FAILED = "checkpoint-failed"
@@ -69,9 +79,13 @@ _NEEDS_A_PERSON: Final = frozenset(
         ErrorKind.BUCKET_MISSING,
         ErrorKind.CLOCK_SKEWED,
         ErrorKind.REQUEST_REFUSED,
+        ErrorKind.OBJECT_LOCKED,
         ErrorKind.BAD_CONFIGURATION,
     }
 )
+
+REFUSALS: Final = _NEEDS_A_PERSON | {ErrorKind.STORE_FULL, ErrorKind.VOLUME_UNUSABLE}
+"""Kinds that come again with every try until somebody changes something at the store or on the volume."""
 
 RETRYABLE: Final = (
     PASSING
@@ -84,14 +98,17 @@ does not answer may answer later; only a pin that is gone or changed (FILE_MISSI
 
 
 class KeepstepError(Exception):
-    """An error with a kind and a hint. `str(error)` is one line that names what failed; a traceback adds the hint."""
+    """An error with a kind and a hint. `str(error)` is one line that names what failed; a traceback adds the hint.
+
+    Neither has the user and password of a URL.
+    """
 
     def __init__(self, kind: ErrorKind, message: str, *, hint: str = "") -> None:
-        super().__init__(message)
+        super().__init__(without_passwords(message))
         self.kind = kind
-        self.hint = hint
+        self.hint = without_passwords(hint)
         if hint:
-            self.add_note(f"hint: {hint}")
+            self.add_note(f"hint: {self.hint}")
 
     @property
     def retryable(self) -> bool:
@@ -100,7 +117,11 @@ class KeepstepError(Exception):
 
 
 class StoreError(KeepstepError):
-    """An object store refused, failed, or gave an answer that cannot be used."""
+    """An object store refused, failed, or gave an answer that cannot be used. Not `sent`: it was asked nothing."""
+
+    def __init__(self, kind: ErrorKind, message: str, *, hint: str = "", sent: bool = True) -> None:
+        super().__init__(kind, message, hint=hint)
+        self.sent = sent
 
 
 def checkpoint_corrupt(message: str) -> StoreError:
@@ -122,7 +143,12 @@ def object_too_large(place: object, size_bytes: int, limit_bytes: int) -> StoreE
 
 
 class VolumeError(KeepstepError):
-    """The shared volume, or a file on it, is missing, changed, full or otherwise unusable."""
+    """The shared volume, or a file on it, is missing, changed, full or otherwise unusable.
+
+    `path`: the file in the checkpoint, where the caller had asked for several.
+    """
+
+    path: str = ""
 
 
 class RequestError(KeepstepError):

@@ -29,6 +29,10 @@ NAME_CHARACTERS: Final = 128
 PATH_BYTES: Final = 4_096
 PATH_LEVELS: Final = 64
 """Names in a file's path within a checkpoint. Code that walks the folders has each of them open meanwhile."""
+FOLDER_ENTRIES: Final = 250_000
+"""Names in one folder. Its listing is in memory, 45 MB at this length."""
+WALKED_ENTRIES: Final = 2_000_000
+"""Files and folders that one walk looks at. A tree may grow faster than it is walked."""
 TEXT_CHARACTERS: Final = 1_024
 """Free text that is only shown to people."""
 SECONDS: Final = 7 * 24 * 3600
@@ -37,7 +41,8 @@ UNIX_SECONDS: Final = 253_402_300_799
 """The end of the year 9999, after which no calendar shows a date."""
 
 MARKER_BYTES: Final = 8 * 1024**2
-MANIFEST_BYTES: Final = 16 * 1024**2
+MANIFEST_BYTES: Final = 32 * 1024**2
+"""A manifest: enough for a snapshot of `FILES_PER_RANK` files whose paths have 180 characters."""
 MANIFESTS_BYTES: Final = 64 * 1024**2
 """All manifests of a save together, if there is enough memory: `core.stored.manifest` says how much."""
 PIN_BYTES: Final = 256 * 1024

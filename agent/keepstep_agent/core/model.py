@@ -156,19 +156,6 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pack:
-    """Small files of one rank that are stored as one object, a tar archive of `size_bytes`.
-
-    `number` counts from 0 within the rank. The bytes of `files[i]` begin at `offsets_bytes[i]` of the archive.
-    """
-
-    number: int
-    files: tuple[StagedFile, ...]
-    offsets_bytes: tuple[int, ...]
-    size_bytes: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Region:
     """Bytes of a pinned file to send. The file must still have `fingerprint`. `path` is below the volume."""
 
@@ -262,21 +249,6 @@ class FileEntry:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SnapshotContent:
-    """What a snapshot consists of: `files` to send, and `kept`, of which nothing is sent.
-
-    Kept are files that are stored already, with their owners, and symbolic links. `instead` are stored versions of
-    files to send, and of files that the program has deleted: they are kept if a file cannot be pinned as it was. `base`
-    is the committed snapshot that names these files too; None if there is none.
-    """
-
-    base: SnapshotId | None
-    kept: tuple[FileEntry, ...]
-    files: tuple[SourceFile, ...]
-    instead: tuple[FileEntry, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RankManifest:
     """One rank's part of a manifest: what it contributed to the save. `saved_at`: when it announced it, unix seconds.
 
@@ -287,7 +259,7 @@ class RankManifest:
     info: SaveInfo
     rank: int
     saved_at: float
-    files: tuple[FileEntry, ...]
+    files: Sequence[FileEntry]
     single_file: bool = False
     pack_sizes_bytes: tuple[int, ...] = ()
 
@@ -296,9 +268,9 @@ class RankManifest:
         return sum(file.size_bytes for file in self.files)
 
     @property
-    def own_files(self) -> tuple[FileEntry, ...]:
+    def own_files(self) -> Iterator[FileEntry]:
         """The files whose bytes are stored with this save."""
-        return tuple(file for file in self.files if file.is_own)
+        return (file for file in self.files if file.is_own)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,11 +11,14 @@ from typing import TypeVar, assert_never
 
 import structlog
 
+from keepstep_agent.adapters.volume.work_note import WorkNote
 from keepstep_agent.catalog.damage import note_damage
 from keepstep_agent.catalog.markers import has_marker
 from keepstep_agent.catalog.object_reads import DAMAGE
 from keepstep_agent.catalog.reading import CommittedCheckpoint, load
 from keepstep_agent.core.errors import ErrorKind, StoreError
+from keepstep_agent.core.limits import NAME_CHARACTERS
+from keepstep_agent.core.policies.repeated_deaths import MEMORY_HINT, Task
 from keepstep_agent.core.policies.restore_choice import CommittedSave, GiveUp, Pin, StartFresh, Take, choose
 from keepstep_agent.ports import StoreWriter
 
@@ -29,8 +32,18 @@ class Candidates:
     `relist` returns all that is committed now.
     """
 
-    def __init__(self, store: StoreWriter, relist: Callable[[], Awaitable[Sequence[CommittedSave]]]) -> None:
+    def __init__(
+        self,
+        store: StoreWriter,
+        relist: Callable[[], Awaitable[Sequence[CommittedSave]]],
+        note: WorkNote | None = None,
+    ) -> None:
+        """`note`: of what is restored, so that what killed two restores in a row is tried last."""
         self.failures: dict[str, str] = {}
+        self._note = note
+        self._tried_last = (
+            {} if note is None else {save: one for save, one in note.suspects.items() if one.is_set_aside}
+        )
         self._store = store
         self._relist = relist
 
@@ -47,12 +60,20 @@ class Candidates:
         StoreError if they are damaged. Raises StoreError(CHECKPOINT_CORRUPT) if there are saves and none can be
         restored.
         """
+        for candidate in committed:
+            if candidate.save in self._tried_last:
+                suspect = self._tried_last[candidate.save]
+                self.failures[candidate.save] = f"{suspect}; {MEMORY_HINT}"
+                _log.error("restore.set_aside", **_fields(candidate), deaths=suspect.deaths, hint=MEMORY_HINT)
         while True:  # ends: every round adds a failure, and `choose` gives up when all have failed
             choice = choose(committed, pin=pin, failures=self.failures)
             match choice:
                 case StartFresh():
                     _log.info("restore.starts_fresh", because=choice.because)
                     return None
+                case GiveUp() if self._tried_last:
+                    self.failures = {save: why for save, why in self.failures.items() if save not in self._tried_last}
+                    self._tried_last = {}
                 case GiveUp():
                     raise StoreError(ErrorKind.CHECKPOINT_CORRUPT, choice.because, hint=choice.hint)
                 case Take(committed=candidate):
@@ -86,6 +107,15 @@ class Candidates:
             await note_damage(self._store, candidate.save, reason)
 
     async def _take(self, candidate: CommittedSave, take: Callable[[CommittedCheckpoint], Awaitable[_Taken]]) -> _Taken:
+        if self._note is None:
+            return await self._load_and_take(candidate, take)
+        title = f"{candidate.series or 'checkpoint'} {candidate.step}"
+        with self._note.doing(candidate.save, Task(doing="restore", title=title[:NAME_CHARACTERS])):
+            return await self._load_and_take(candidate, take)
+
+    async def _load_and_take(
+        self, candidate: CommittedSave, take: Callable[[CommittedCheckpoint], Awaitable[_Taken]]
+    ) -> _Taken:
         checkpoint = await load(self._store, candidate)
         seen = _seen(checkpoint)
         try:

@@ -15,13 +15,14 @@ from typing import TypeVar
 
 import structlog
 
+from keepstep_agent.adapters.volume.work_note import WorkNote
 from keepstep_agent.catalog.damage import clear_damage
-from keepstep_agent.catalog.markers import list_committed
+from keepstep_agent.catalog.markers import list_committed, with_last_commits
 from keepstep_agent.catalog.object_reads import for_each
 from keepstep_agent.catalog.reading import CommittedCheckpoint
 from keepstep_agent.catalog.weights_only import refuse_fresh_start
 from keepstep_agent.core.limits import PIN_MARKERS
-from keepstep_agent.core.policies.restore_choice import CommittedSave, Pin, by_line, pin_of
+from keepstep_agent.core.policies.restore_choice import CommittedSave, Pin, by_line, last_commit_at, pin_of
 from keepstep_agent.core.stored.object_layout import check_token
 from keepstep_agent.ports import StoreWriter
 from keepstep_agent.restore.agreement import Agreement
@@ -64,6 +65,7 @@ async def restore(
     size_limit_bytes: int = 0,
     pin_timeout_seconds: float = 1800.0,
     predecessors: Predecessors | None = None,
+    note: WorkNote | None = None,
     on_progress: Progress = lambda name, done_bytes, total_bytes: None,
 ) -> tuple[Restored, ...]:
     """Put the newest restorable checkpoint of each output directory into its place.
@@ -72,7 +74,7 @@ async def restore(
 
     With an `attempt`, all pods of a start of it get the same ones. `place` is the pod's in the job, the same for its
     replacement; it tells the next start from this one. `size_limit_bytes` is the emptyDir's limit; 0 means none.
-    `predecessors`: whom to wait for before this start chooses; None: nobody.
+    `predecessors`: whom to wait for before this start chooses; None: nobody. `note`: of what is restored.
 
     Raises StoreError, VolumeError or RequestError; then only Keepstep's own folder has changed. CHECKPOINT_CORRUPT
     means that an output directory has checkpoints and none of them can be restored.
@@ -108,6 +110,7 @@ async def restore(
             ),
             disk,
             predecessors,
+            note,
             on_progress,
         )
         return await step.run(attempt, agreement)
@@ -124,6 +127,7 @@ class _InitStep:
         complete: Callable[..., Awaitable[None]],
         disk: Executor,
         predecessors: Predecessors | None,
+        note: WorkNote | None,
         on_progress: Progress,
     ) -> None:
         self._store = store
@@ -132,6 +136,7 @@ class _InitStep:
         self._complete = complete
         self._disk = disk
         self._predecessors = predecessors
+        self._note = note
         self._on_progress = on_progress
         self._gathered: list[tuple[CommittedCheckpoint, bool]] = []
         """What is whole and verified on this disk, and whether it was downloaded."""
@@ -173,7 +178,7 @@ class _InitStep:
             async def relist(key: str = key) -> Sequence[CommittedSave]:
                 return (await self._committed()).get(key, ())
 
-            candidates = Candidates(self._store, relist)
+            candidates = Candidates(self._store, relist, self._note)
             found = await candidates.first(committed.get(key, ()), self._gather_one, pin=pinned)
             if found is not None:
                 self._gathered.append(found)
@@ -181,10 +186,12 @@ class _InitStep:
 
     async def _committed(self) -> Mapping[str, Sequence[CommittedSave]]:
         """Return the committed checkpoints of each output directory, by its key: of those that were saved to last."""
-        lines = by_line(await list_committed(self._store)).items()
-        last = sorted(lines, key=lambda line: max(one.modified_at for one in line[1]), reverse=True)
-        if len(last) > PIN_MARKERS:
-            _log.warning("restore.leaves_out", output_directories=len(last) - PIN_MARKERS)
+        committed = await list_committed(self._store)
+        lines = by_line(committed)
+        if len(lines) > PIN_MARKERS:
+            lines = by_line(await with_last_commits(self._store, committed))
+            _log.warning("restore.leaves_out", output_directories=len(lines) - PIN_MARKERS)
+        last = sorted(lines.items(), key=lambda line: last_commit_at(line[1]), reverse=True)
         return {key: found for (_, key), found in last[:PIN_MARKERS]}
 
     async def _gather_one(self, checkpoint: CommittedCheckpoint) -> tuple[CommittedCheckpoint, bool]:

@@ -176,7 +176,7 @@ class OutputFiles:
     def strays(self, base: MirrorBase, left_out: Collection[str]) -> list[Path]:
         """Return what lies in the directories of a base's snapshot, and is neither its nor a log."""
         scan = self._output.scan(left_out, {})
-        known = {path: held.fingerprint for path, held in base.files.items()} | dict(base.others)
+        known = {**base.files.looks(), **base.others}
         labels = {path.partition("/")[0] for path in (*base.files, *base.links)}
         files = [path for path, seen in scan.files.items() if known.get(path) != seen and not is_log(path)]
         links = [path for path, target in scan.links.items() if base.links.get(path) != target]

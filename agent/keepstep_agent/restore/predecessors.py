@@ -13,7 +13,7 @@ from typing import Final
 import structlog
 
 from keepstep_agent.adapters.volume.identity import volume_id
-from keepstep_agent.catalog.object_reads import DAMAGE, REFUSALS, for_each, read_object
+from keepstep_agent.catalog.object_reads import DAMAGE, READ_REFUSALS, for_each, read_object
 from keepstep_agent.core.errors import ErrorKind, KeepstepError, StoreError, printable
 from keepstep_agent.core.limits import DRAINING_BYTES, DRAINING_OBJECTS, DRAINING_SECONDS
 from keepstep_agent.core.stored.draining import decode_draining
@@ -28,7 +28,7 @@ EXPIRY_SECONDS: Final = 45.0
 LONGEST_SECONDS: Final = DRAINING_SECONDS + _MARGIN_SECONDS
 _LOOK_SECONDS: Final = 1.0
 _DELETIONS_AT_ONCE: Final = 8
-_UNREADABLE: Final = frozenset({*DAMAGE, *REFUSALS, ErrorKind.FORMAT_UNKNOWN})
+_UNREADABLE: Final = frozenset({*DAMAGE, *READ_REFUSALS, ErrorKind.FORMAT_UNKNOWN})
 
 _log: structlog.typing.FilteringBoundLogger = structlog.get_logger()
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from keepstep_agent.catalog.reading import CommittedCheckpoint
-from keepstep_agent.core.mirror.base import HeldFile, MirrorBase, held_files
+from keepstep_agent.core.mirror.base import HeldFiles, MirrorBase, held_files
 from keepstep_agent.core.mirror.output_scan import folders_above
 from keepstep_agent.core.model import FileEntry, Fingerprint, SnapshotId
 from keepstep_agent.restore.output_files import EntryKind, Look, OutputFiles, in_the_way
@@ -247,7 +247,8 @@ def next_base(
         if is_newer(snapshot_id(own), base):
             base = MirrorBase(snapshot=snapshot_id(own), files=held, others=base.others, links=links)
         elif base.snapshot == snapshot_id(own):
-            base = replace(base, files={**base.files, **held}, links={**base.links, **links})
+            files = HeldFiles({**base.files, **held}.values())
+            base = replace(base, files=files, links={**base.links, **links})
     return replace(
         base, others={path: seen for path, seen in {**base.others, **brought}.items() if path not in base.files}
     )
@@ -287,5 +288,5 @@ def entries_of(checkpoint: CommittedCheckpoint) -> Iterator[FileEntry]:
     yield from checkpoint.links
 
 
-def _held(checkpoint: CommittedCheckpoint, looks: Mapping[str, Fingerprint]) -> dict[str, HeldFile]:
-    return {held.entry.path: held for manifest in checkpoint.manifests for held in held_files(manifest, looks)}
+def _held(checkpoint: CommittedCheckpoint, looks: Mapping[str, Fingerprint]) -> HeldFiles:
+    return HeldFiles(held for manifest in checkpoint.manifests for held in held_files(manifest, looks))

@@ -24,6 +24,7 @@ from keepstep_agent.adapters.output.announced_paths import AnnouncedPaths
 from keepstep_agent.adapters.output.mirror_state import read_base, write_base
 from keepstep_agent.adapters.output.output_directories import OutputDirectories
 from keepstep_agent.adapters.volume.errors import volume_error
+from keepstep_agent.adapters.volume.work_note import WorkNote
 from keepstep_agent.catalog.damage import clear_damage, passed_over
 from keepstep_agent.catalog.markers import list_snapshots
 from keepstep_agent.catalog.reading import CommittedCheckpoint
@@ -49,6 +50,7 @@ from keepstep_agent.restore.snapshot_selection import (
     snapshot_id,
 )
 from keepstep_agent.restore.strange_files import ASIDE_SUFFIX
+from keepstep_api.names import ANNOTATION_PREFIX
 
 _log: structlog.typing.FilteringBoundLogger = structlog.get_logger()
 _Result = TypeVar("_Result")
@@ -106,6 +108,7 @@ async def restore_snapshots(
     concurrency: int = 8,
     size_limit_bytes: int = 0,
     predecessors: Predecessors | None = None,
+    note: WorkNote | None = None,
     on_progress: Progress = lambda name, done_bytes, total_bytes: None,
 ) -> RestoredSnapshots | None:
     """Put the files of the newest snapshots into the output directories. Returns None if there is no snapshot.
@@ -113,7 +116,8 @@ async def restore_snapshots(
     `fall_back_after`: after so many starts in a row that failed early with the newest snapshot of this node, the one
     before is taken; 0: never.
     `size_limit_bytes` is the emptyDir's limit; 0 means none. `predecessors`: whom to wait for before the newest of the
-    snapshots that there are is chosen; None: nobody. Raises StoreError, VolumeError or RequestError.
+    snapshots that there are is chosen; None: nobody. `note`: of what is restored.
+    Raises StoreError, VolumeError or RequestError.
     CHECKPOINT_CORRUPT means that there are snapshots of a node and none can be restored.
     """
     if not directories:
@@ -130,6 +134,7 @@ async def restore_snapshots(
             OutputFiles(volume, directories, state_directory),
             partial(download, volume=volume, size_limit_bytes=size_limit_bytes, disk=disk, concurrency=concurrency),
             disk,
+            note,
             on_progress,
         )
         base = await restoring.on_disk(partial(read_base, volume, state_directory))
@@ -163,8 +168,10 @@ class _SnapshotRestore:
         output: OutputFiles,
         fetch: Callable[..., Awaitable[None]],
         disk: Executor,
+        note: WorkNote | None,
         on_progress: Progress,
     ) -> None:
+        self._note = note
         self._store = store
         self._output = output
         self._fetch = fetch
@@ -308,7 +315,7 @@ class _SnapshotRestore:
         async def relist() -> Sequence[CommittedSave]:
             return (await list_snapshots(self._store)).get(series, ())
 
-        candidates = Candidates(self._store, relist)
+        candidates = Candidates(self._store, relist, self._note)
         candidates.failures |= {one.save: skipped[one.save] for one in committed if one.save in skipped}
         try:
             gathered = await candidates.first(committed, take)
@@ -381,7 +388,7 @@ class _SnapshotRestore:
         if unknown := {label for one in selections for label in one.unknown}:
             self._warnings.append(
                 f"the snapshot has files of {_some(unknown)}, which is not watched: they are not restored; "
-                "give the directory with --watch"
+                f"give the directory with --watch (in a pod {ANNOTATION_PREFIX}output)"
             )
         if reserved := {str(self._output.place(path)) for one in selections for path in one.reserved}:
             self._warnings.append(

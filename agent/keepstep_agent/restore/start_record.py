@@ -11,12 +11,12 @@ from typing import Final
 import msgspec
 import structlog
 
+from keepstep_agent.adapters.volume.own_entries import START_RECORD
 from keepstep_agent.adapters.volume.shared_folders import make_state_directory, open_state_directory
 from keepstep_agent.core.errors import KeepstepError
 from keepstep_agent.core.limits import Moment, NameText, Step
 from keepstep_agent.core.stored.ledger import Resumed
 
-_NAME: Final = "start.json"
 _BYTES: Final = 64 * 1024
 
 _log: structlog.typing.FilteringBoundLogger = structlog.get_logger()
@@ -42,7 +42,7 @@ def write_start_record(record: StartRecord, volume: Path, state_directory: Path)
     try:
         make_state_directory(volume, state_directory)
         with open_state_directory(volume, state_directory) as folder:
-            folder.write_durably(_NAME, msgspec.json.encode(record))
+            folder.write_durably(START_RECORD, msgspec.json.encode(record))
     except (OSError, KeepstepError) as error:
         _log.warning("start.not_recorded", error=str(error), hint="the run's report lacks this restore")
 
@@ -51,6 +51,6 @@ def read_start_record(volume: Path, state_directory: Path) -> StartRecord | None
     """Return the record of the last restore on this volume; None if there is none that can be read. Blocks."""
     try:
         with open_state_directory(volume, state_directory) as folder:
-            return msgspec.json.decode(folder.read(_NAME, _BYTES), type=StartRecord)
+            return msgspec.json.decode(folder.read(START_RECORD, _BYTES), type=StartRecord)
     except (OSError, ValueError, RecursionError):
         return None

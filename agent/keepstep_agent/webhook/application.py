@@ -8,13 +8,14 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import structlog
 from aiohttp import web
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from keepstep_agent.adapters.http_server import plain_answer
 from keepstep_agent.core.injection.admission_review import Outcome, answer
 from keepstep_agent.webhook.settings import (
     MOST_ANSWER_BYTES,
@@ -58,6 +59,16 @@ class Metrics:
 log = structlog.get_logger("keepstep.webhook")
 
 
+class _RefusedError(Exception):
+    """Answers a request without a review. aiohttp keeps its own exceptions, and with them all that their frames hold,
+    until the garbage collector runs or the connection brings its next request."""
+
+    def __init__(self, status: int, text: str, headers: Mapping[str, str] | None = None) -> None:
+        super().__init__(text)
+        self.status = status
+        self.headers = headers
+
+
 def reviewing(settings: WebhookSettings, metrics: Metrics) -> web.Application:
     """Make the application that answers POST /mutate with one AdmissionReview."""
 
@@ -65,17 +76,18 @@ def reviewing(settings: WebhookSettings, metrics: Metrics) -> web.Application:
 
     async def mutate(request: web.Request) -> web.Response:
         began_at = time.perf_counter()
-        size = _announced_bytes(request)
-        with budget.held(size):
-            body = await _body(request, size, settings.read_seconds)
-            async with budget.turn(size):
+        try:
+            with budget.body(_announced_bytes(request)) as body:
+                await _receive(request, body, settings.read_seconds)
                 review = _parsed(body)
-        answered = answer(review, settings.defaults, settings.failure_policy)
+            answered = answer(review, settings.defaults, settings.failure_policy)
+            text = json.dumps(answered.review)
+            if len(text) > MOST_ANSWER_BYTES:  # it is ASCII, so characters are bytes
+                raise _RefusedError(500, f"the answer has {len(text)} bytes, more than {MOST_ANSWER_BYTES}")
+        except _RefusedError as refused:
+            return plain_answer(refused.status, str(refused), refused.headers)
         metrics.answered(answered.outcome, time.perf_counter() - began_at)
         log.info("review.answered", **answered.fields)
-        text = json.dumps(answered.review)
-        if len(text) > MOST_ANSWER_BYTES:  # it is ASCII, so characters are bytes
-            raise web.HTTPInternalServerError(text=f"the answer has {len(text)} bytes, more than {MOST_ANSWER_BYTES}\n")
         return web.Response(text=text, content_type="application/json")
 
     application = web.Application()
@@ -88,54 +100,51 @@ class _BodyBudget:
 
     def __init__(self, most_bytes: int) -> None:
         self._left = most_bytes
-        self._turn = asyncio.Lock()
-
-    def turn(self, size: int) -> contextlib.AbstractAsyncContextManager[None]:
-        """Return the context for parsing a body: large ones are parsed one at a time, small ones at once."""
-        return self._turn if size > SMALL_BODY_BYTES else contextlib.nullcontext()
 
     @contextlib.contextmanager
-    def held(self, size: int) -> Iterator[None]:
+    def body(self, size: int) -> Iterator[bytearray]:
+        """Yield a buffer of this size. On exit it is freed, whoever still refers to it, and only then counted back."""
         held = size if size > SMALL_BODY_BYTES else 0
         if held > self._left:
-            raise web.HTTPServiceUnavailable(text="too many large reviews at once\n", headers={"Retry-After": "1"})
+            raise _RefusedError(503, "too many large reviews at once", {"Retry-After": "1"})
         self._left -= held
+        body = bytearray(size)
         try:
-            yield
+            yield body
         finally:
+            body.clear()
             self._left += held
 
 
 def _announced_bytes(request: web.Request) -> int:
-    """Return the body's size before any of it is read. Raises an HTTP error if it is missing or too large."""
+    """Return the body's size before any of it is read. Raises _RefusedError if it is missing or too large."""
     size = request.content_length
     if size is None:
-        raise web.HTTPLengthRequired(text="a review needs a Content-Length\n")
+        raise _RefusedError(411, "a review needs a Content-Length")
     if size > MOST_BODY_BYTES:
-        raise web.HTTPRequestEntityTooLarge(MOST_BODY_BYTES, size)
+        raise _RefusedError(413, f"a review has at most {MOST_BODY_BYTES} bytes, and this one has {size}")
     return size
 
 
-async def _body(request: web.Request, size: int, read_seconds: float) -> bytearray:
+async def _receive(request: web.Request, body: bytearray, read_seconds: float) -> None:
     """Read the whole body into a buffer of its size. A growing buffer would take up to twice as much memory."""
     if request.content_type != "application/json":
-        raise web.HTTPUnsupportedMediaType(text="send an AdmissionReview as application/json\n")
-    body, at = bytearray(size), 0
+        raise _RefusedError(415, "send an AdmissionReview as application/json")
+    at = 0
     try:
         async with asyncio.timeout(read_seconds):
             async for piece in request.content.iter_any():
                 body[at : at + len(piece)] = piece
                 at += len(piece)
     except TimeoutError:
-        raise web.HTTPRequestTimeout(text=f"the review did not arrive within {read_seconds:g} s\n") from None
+        raise _RefusedError(408, f"the review did not arrive within {read_seconds:g} s") from None
     except (OSError, web.RequestPayloadError):
-        raise web.HTTPBadRequest(text="the review ended too early\n") from None
-    return body
+        raise _RefusedError(400, "the review ended too early") from None
 
 
 def _parsed(body: bytearray) -> Any:
-    """Parse the body. If it is no JSON, raise an HTTP error, which the API server treats by its failure policy."""
+    """Parse the body. If it is no JSON, raise an error, which the API server treats by its failure policy."""
     try:
         return json.loads(body)
     except (ValueError, RecursionError):
-        raise web.HTTPBadRequest(text="the body is not JSON\n") from None
+        raise _RefusedError(400, "the body is not JSON") from None

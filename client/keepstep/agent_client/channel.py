@@ -184,12 +184,16 @@ class Channel:
 
     def _classified(self, method: str, error: grpc.RpcError, deadline_seconds: float) -> AgentError:
         code, details = error.code(), error.details()
+        is_answer = any(one.key == names.STATUS_DETAILS for one in error.trailing_metadata() or ())
         match code:
             case grpc.StatusCode.DEADLINE_EXCEEDED:
                 self._silent_until = time.monotonic() + BACK_OFF_SECONDS
                 return AgentError(
                     ErrorKind.AGENT_SILENT, f"{method}: no answer in {deadline_seconds:g} s", hint="see the agent's log"
                 )
+            case grpc.StatusCode.UNAVAILABLE if is_answer:
+                # The agent said so itself. Its own hint is in the details.
+                return AgentError(ErrorKind.AGENT_BUSY, f"{method}: {details}", hint="the agent runs; its log has more")
             case grpc.StatusCode.UNAVAILABLE:
                 return AgentError(
                     ErrorKind.AGENT_UNREACHABLE, f"{method}: {details}", hint="check whether the agent runs"

@@ -39,7 +39,7 @@ class Agent:
         self._channel: Channel | None = None
         self._registered = False
         self.unreachable = False
-        """Whether the agent did not answer the last call."""
+        """Whether the agent did not answer the last call, or refused it for now."""
         self._said_version = False
         self._look_at = 0.0
         self._objective = (0.0, 0.0)
@@ -234,7 +234,12 @@ class Agent:
         self._look_at = time.monotonic() + RETRY_SECONDS
         if not self.unreachable:
             self.unreachable = True
-            _log.warning("agent unreachable, checkpoints stay on the local disk: error=%s hint=%s", error, error.hint)
+            _log.warning(
+                "%s, checkpoints are announced again when it answers: error=%s hint=%s",
+                "the agent refuses calls for now" if error.kind is ErrorKind.AGENT_BUSY else "agent unreachable",
+                error,
+                error.hint,
+            )
 
     def _answered(self) -> None:
         if self.unreachable:

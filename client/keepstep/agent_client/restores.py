@@ -129,7 +129,8 @@ class _Patience:
                     f"the agent that brings {self._about} has not answered for {AGENT_SECONDS:.0f} s: {error}",
                     hint="see the agent's log; without it nobody knows what to resume from",
                 ) from error
-            self._say(f"the agent does not answer: {error}")
+            trouble = "refuses for now" if error.kind is ErrorKind.AGENT_BUSY else "does not answer"
+            self._say(f"the agent {trouble}: {error}")
             time.sleep(_PAUSE_SECONDS)
             return None
         self._answered_at = time.monotonic()

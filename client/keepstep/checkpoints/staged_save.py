@@ -207,7 +207,10 @@ def has_note(folder: Path) -> bool:
 
 def _read_note(folder: Path) -> _Note:
     """Raises OSError, ValueError, KeyError or TypeError."""
-    value: dict[str, Any] = json.loads((folder / _NOTE).read_bytes())
+    try:
+        value: dict[str, Any] = json.loads((folder / _NOTE).read_bytes())
+    except RecursionError as error:
+        raise ValueError(str(error)) from error
     return _Note(
         path=Path(os.path.normpath(_real(folder) / value["path"])),
         directory=value["directory"],

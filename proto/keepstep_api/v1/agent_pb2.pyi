@@ -20,6 +20,7 @@ class ErrorReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ERROR_REASON_VOLUME_UNUSABLE: _ClassVar[ErrorReason]
     ERROR_REASON_SHUTTING_DOWN: _ClassVar[ErrorReason]
     ERROR_REASON_CHECKPOINT_DAMAGED: _ClassVar[ErrorReason]
+    ERROR_REASON_TOO_MANY_CALLS: _ClassVar[ErrorReason]
 
 class Kind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -52,6 +53,7 @@ ERROR_REASON_CHECKPOINT_FAILED: ErrorReason
 ERROR_REASON_VOLUME_UNUSABLE: ErrorReason
 ERROR_REASON_SHUTTING_DOWN: ErrorReason
 ERROR_REASON_CHECKPOINT_DAMAGED: ErrorReason
+ERROR_REASON_TOO_MANY_CALLS: ErrorReason
 KIND_UNSPECIFIED: Kind
 KIND_PERIODIC: Kind
 KIND_JUST_IN_TIME: Kind
@@ -272,7 +274,7 @@ class Checkpoint(_message.Message):
     def __init__(self, name: _Optional[str] = ..., save: _Optional[str] = ..., step: _Optional[int] = ..., kind: _Optional[_Union[Kind, str]] = ..., phase: _Optional[_Union[Phase, str]] = ..., world_size: _Optional[int] = ..., size_bytes: _Optional[int] = ..., durable_bytes: _Optional[int] = ..., file_count: _Optional[int] = ..., announced_at: _Optional[float] = ..., committed_at: _Optional[float] = ..., reason: _Optional[str] = ..., directory: _Optional[str] = ..., output_key: _Optional[str] = ...) -> None: ...
 
 class Status(_message.Message):
-    __slots__ = ("agent_version", "destination", "live_ranks", "checkpoints", "newest_committed", "recovery_point_age_seconds", "backlog_bytes", "upload_rate_bytes_per_second", "drain_seconds", "budget_bytes", "terminating", "deadline", "storage_error", "at", "newest_snapshot", "not_stored", "fetching", "objective", "progress")
+    __slots__ = ("agent_version", "destination", "live_ranks", "checkpoints", "newest_committed", "recovery_point_age_seconds", "backlog_bytes", "upload_rate_bytes_per_second", "drain_seconds", "budget_bytes", "terminating", "deadline", "storage_error", "at", "newest_snapshot", "not_stored", "fetching", "objective", "progress", "set_aside")
     AGENT_VERSION_FIELD_NUMBER: _ClassVar[int]
     DESTINATION_FIELD_NUMBER: _ClassVar[int]
     LIVE_RANKS_FIELD_NUMBER: _ClassVar[int]
@@ -292,6 +294,7 @@ class Status(_message.Message):
     FETCHING_FIELD_NUMBER: _ClassVar[int]
     OBJECTIVE_FIELD_NUMBER: _ClassVar[int]
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
+    SET_ASIDE_FIELD_NUMBER: _ClassVar[int]
     agent_version: str
     destination: str
     live_ranks: int
@@ -311,7 +314,8 @@ class Status(_message.Message):
     fetching: Fetching
     objective: Objective
     progress: Progress
-    def __init__(self, agent_version: _Optional[str] = ..., destination: _Optional[str] = ..., live_ranks: _Optional[int] = ..., checkpoints: _Optional[_Iterable[_Union[Checkpoint, _Mapping]]] = ..., newest_committed: _Optional[_Union[Checkpoint, _Mapping]] = ..., recovery_point_age_seconds: _Optional[float] = ..., backlog_bytes: _Optional[int] = ..., upload_rate_bytes_per_second: _Optional[float] = ..., drain_seconds: _Optional[float] = ..., budget_bytes: _Optional[int] = ..., terminating: bool = ..., deadline: _Optional[float] = ..., storage_error: _Optional[str] = ..., at: _Optional[float] = ..., newest_snapshot: _Optional[_Union[Checkpoint, _Mapping]] = ..., not_stored: _Optional[_Iterable[str]] = ..., fetching: _Optional[_Union[Fetching, _Mapping]] = ..., objective: _Optional[_Union[Objective, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ...) -> None: ...
+    set_aside: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, agent_version: _Optional[str] = ..., destination: _Optional[str] = ..., live_ranks: _Optional[int] = ..., checkpoints: _Optional[_Iterable[_Union[Checkpoint, _Mapping]]] = ..., newest_committed: _Optional[_Union[Checkpoint, _Mapping]] = ..., recovery_point_age_seconds: _Optional[float] = ..., backlog_bytes: _Optional[int] = ..., upload_rate_bytes_per_second: _Optional[float] = ..., drain_seconds: _Optional[float] = ..., budget_bytes: _Optional[int] = ..., terminating: bool = ..., deadline: _Optional[float] = ..., storage_error: _Optional[str] = ..., at: _Optional[float] = ..., newest_snapshot: _Optional[_Union[Checkpoint, _Mapping]] = ..., not_stored: _Optional[_Iterable[str]] = ..., fetching: _Optional[_Union[Fetching, _Mapping]] = ..., objective: _Optional[_Union[Objective, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., set_aside: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Progress(_message.Message):
     __slots__ = ("step", "age_seconds", "steps_per_second", "stuck")

@@ -1,5 +1,6 @@
 """Requests to stage a checkpoint, and what they leave on the volume."""
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -30,5 +31,5 @@ def refusal(area: LocalStagingArea, request: StageRequest) -> KeepstepError:
     return caught.value
 
 
-def pinned_contents(volume: Path, files: tuple[StagedFile, ...]) -> dict[str, bytes]:
+def pinned_contents(volume: Path, files: Iterable[StagedFile]) -> dict[str, bytes]:
     return {file.path: (volume / file.pin).read_bytes() for file in files}

@@ -74,7 +74,7 @@ def test_the_descriptor_is_plain_json(volume: Path, area: LocalStagingArea, chec
     area.stage(stage_request(checkpoint))
     value = json.loads((volume / ".keepstep" / "staged" / "save-1" / "rank-00003.json").read_bytes())
     assert value["descriptor"] == {"announcements": ["täst" * 20], "part_size_bytes": 7, "pack_size_bytes": 0}
-    assert [file["path"] for file in value["files"]] == ["empty", "model/weights.pt", "state.json"]
+    assert value["files"]["paths"] == ["empty", "model/weights.pt", "state.json"]
 
 
 def _change_descriptor(volume: Path, change: Callable[[dict[str, Any]], None]) -> None:
@@ -84,8 +84,18 @@ def _change_descriptor(volume: Path, change: Callable[[dict[str, Any]], None]) -
     path.write_text(json.dumps(value))
 
 
-def _first(**members: object) -> Callable[[dict[str, Any]], None]:
-    return lambda value: value["files"][0].update(members)
+def _first(**columns: object) -> Callable[[dict[str, Any]], None]:
+    """With these values for the first file."""
+
+    def change(value: dict[str, Any]) -> None:
+        for name, first in columns.items():
+            value["files"][name][0] = first
+
+    return change
+
+
+def _many_files(value: dict[str, Any]) -> None:
+    value["files"] |= {name: column * (FILES_PER_RANK // 3 + 1) for name, column in value["files"].items() if column}
 
 
 def _described(**members: object) -> Callable[[dict[str, Any]], None]:
@@ -95,14 +105,18 @@ def _described(**members: object) -> Callable[[dict[str, Any]], None]:
 @pytest.mark.parametrize(
     "change",
     [
-        pytest.param(_first(size=SAVE_BYTES + 1), id="a size beyond the limit"),
-        pytest.param(_first(size=-1), id="a negative size"),
-        pytest.param(_first(size=2**40), id="a size that the pin has not"),
-        pytest.param(_first(mtime_ns=10**30), id="a time that no filesystem has"),
-        pytest.param(_first(path="a" * 5000), id="a long path"),
-        pytest.param(_first(path="nothing"), id="a pin that is not there"),
-        pytest.param(_first(path="model"), id="a pin that is a folder"),
-        pytest.param(lambda value: value.update(files=value["files"] * (FILES_PER_RANK // 3 + 1)), id="many files"),
+        pytest.param(_first(sizes_bytes=SAVE_BYTES + 1), id="a size beyond the limit"),
+        pytest.param(_first(sizes_bytes=-1), id="a negative size"),
+        pytest.param(_first(sizes_bytes=2**40), id="a size that the pin has not"),
+        pytest.param(_first(mtimes_ns=10**30), id="a time that no filesystem has"),
+        pytest.param(_first(paths="a" * 5000), id="a long path"),
+        pytest.param(_first(paths="emptz"), id="a pin that is not there"),
+        pytest.param(_first(paths="model"), id="a pin that is a folder"),
+        pytest.param(_first(paths="z"), id="paths that are not sorted"),
+        pytest.param(_first(paths="state.json"), id="a path that comes twice"),
+        pytest.param(lambda value: value["files"]["inodes"].pop(), id="a column that is shorter"),
+        pytest.param(lambda value: value["files"].update(folder="elsewhere"), id="pins in another folder"),
+        pytest.param(_many_files, id="many files"),
         pytest.param(_described(announcements=["a" * 100] * (LOCAL_RANKS + 1)), id="many announcements"),
         pytest.param(_described(announcements=["ab"] * 100), id="short announcements"),
         pytest.param(_described(announcements=["a" * (ANNOUNCEMENT_CHARACTERS + 1)]), id="a long announcement"),
@@ -151,6 +165,6 @@ def test_a_descriptor_that_could_not_be_read_again_is_refused_when_it_is_staged_
 
 def test_a_descriptor_of_other_pins_is_staged_anew(volume: Path, area: LocalStagingArea, checkpoint: Path) -> None:
     files = area.stage(stage_request(checkpoint))
-    _change_descriptor(volume, _first(size=2**40))
+    _change_descriptor(volume, _first(sizes_bytes=2**40))
     again = area.stage(stage_request(checkpoint))
     assert [file.fingerprint for file in again] == [file.fingerprint for file in files]

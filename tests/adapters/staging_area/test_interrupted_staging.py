@@ -159,11 +159,12 @@ def test_a_trainer_that_keeps_replacing_a_file_never_yields_a_mix(
         for number in range(100):
             save = f"save-{number}"
             try:
-                (file,) = area.stage(stage_request(checkpoint, "model/weights.pt", save=save, private=number % 2 == 1))
+                files = area.stage(stage_request(checkpoint, "model/weights.pt", save=save, private=number % 2 == 1))
             except VolumeError as error:
                 outcomes.add(error.kind)
                 continue
-            area.check(save, 3, [file])
+            area.check(save, 3, files)
+            (file,) = files
             content = (volume / file.pin).read_bytes()
             assert len(content) == file.size_bytes
             assert len(set(content)) <= 1 or content == b"weights" * 1000

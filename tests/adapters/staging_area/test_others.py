@@ -15,11 +15,11 @@ from tests.adapters.staging_area.staged_files import pinned_contents, stage_requ
 from tests.harness.small_volume import mounted
 
 from keepstep_agent.adapters.volume import other_files, pinning, staging_area
-from keepstep_agent.adapters.volume.announced_files import resolve_files
+from keepstep_agent.adapters.volume.announced_files import AnnouncedFiles, resolve_files
 from keepstep_agent.adapters.volume.content_check import content_signature
 from keepstep_agent.adapters.volume.staging_area import LocalStagingArea
 from keepstep_agent.core.errors import ErrorKind, KeepstepError
-from keepstep_agent.core.model import StagedFile
+from keepstep_agent.core.file_lists import StagedFiles
 from keepstep_agent.ports import StageRequest
 from keepstep_api.names import RESERVE, STATE_DIRECTORY
 
@@ -38,7 +38,7 @@ def _request(checkpoint: Path, *others: str, **fields: Any) -> StageRequest:
     return replace(stage_request(checkpoint, *_FILES), others=others, **fields)
 
 
-def _stage(area: LocalStagingArea, request: StageRequest) -> tuple[tuple[StagedFile, ...], list[dict[str, Any]]]:
+def _stage(area: LocalStagingArea, request: StageRequest) -> tuple[StagedFiles, list[dict[str, Any]]]:
     """The staged files, and the lines about what was left out."""
     with capture_logs() as log:
         files = area.stage(request)
@@ -128,7 +128,7 @@ def test_one_that_is_swapped_for_a_link_out_once_it_is_found_is_not_followed(
 ) -> None:
     (tmp_path / "secret").write_bytes(b"secret")
 
-    def swap_after(volume: Path, path: str, files: tuple[str, ...]) -> dict[str, str]:
+    def swap_after(volume: Path, path: str, files: tuple[str, ...]) -> AnnouncedFiles:
         found = resolve_files(volume, path, files)
         if files == ("args.json",):
             (checkpoint / "args.json").unlink()
@@ -157,7 +157,7 @@ def test_one_that_changes_while_it_is_copied_is_left_out_and_leaves_no_copy(
 ) -> None:
     train_log = checkpoint / "logs" / "train.log"
 
-    def written_just_before(volume: Path, path: str, files: tuple[str, ...]) -> dict[str, str]:
+    def written_just_before(volume: Path, path: str, files: tuple[str, ...]) -> AnnouncedFiles:
         found = resolve_files(volume, path, files)
         train_log.write_bytes(b"a line\n")
         return found

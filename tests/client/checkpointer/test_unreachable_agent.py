@@ -1,5 +1,6 @@
 """An agent that is absent, hangs or dies costs a bounded wait, and is told later what it missed."""
 
+import asyncio
 import logging
 import os
 import signal
@@ -25,8 +26,10 @@ from keepstep.agent_client.client import RETRY_SECONDS
 from keepstep.checkpoints.records import Kind, read_records
 from keepstep.errors import AgentError
 from keepstep.ranks.rank_store import Ranks
+from keepstep_agent.runtime.api.call_limits import _MOST_OPEN, CallsLimited
+from keepstep_agent.runtime.api.errors import ErrorsAnswered
 from keepstep_api import names
-from keepstep_api.v1 import agent_pb2
+from keepstep_api.v1 import agent_pb2, agent_pb2_grpc
 
 
 @pytest.fixture
@@ -67,6 +70,50 @@ def test_an_absent_agent_is_said_once_and_costs_no_time(
     assert local(volume) == ["checkpoint-4", "checkpoint-5"]
     assert len(warnings(caplog)) == 1
     assert "agent unreachable" in warnings(caplog)[0]
+
+
+class _BusyAgent(agent_pb2_grpc.AgentServicer):
+    """An agent that answers its first caller when `may_answer` is set."""
+
+    def __init__(self) -> None:
+        self.is_called, self.may_answer = asyncio.Event(), asyncio.Event()
+
+    async def Register(self, request: object, context: object) -> agent_pb2.RegisterResponse:  # noqa: N802
+        self.is_called.set()
+        await self.may_answer.wait()
+        return agent_pb2.RegisterResponse(api_version=names.API_VERSION)
+
+
+async def test_an_agent_that_has_too_many_calls_open_is_said_to_refuse_and_not_to_be_away(
+    volume: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    socket = volume / names.STATE_DIRECTORY / names.SOCKET
+    socket.parent.mkdir(parents=True)
+    servicer = _BusyAgent()
+    server = grpc.aio.server(interceptors=[CallsLimited(dict.fromkeys(_MOST_OPEN, 1)), ErrorsAnswered()])
+    agent_pb2_grpc.add_AgentServicer_to_server(servicer, server)
+    server.add_insecure_port(f"unix:{socket}")
+    await server.start()
+
+    def open_client() -> keepstep.agent_client.client.Agent:
+        return keepstep.agent_client.client.Agent(socket, ranks=Ranks(rank=0), holds_liveness_lock=False)
+
+    try:
+        first = asyncio.ensure_future(asyncio.to_thread(open_client))
+        async with asyncio.timeout(HANG_SECONDS):
+            await servicer.is_called.wait()
+        second = await asyncio.to_thread(open_client)
+        servicer.may_answer.set()
+        assert not (await first).unreachable
+        assert second.unreachable
+        second._look_at = 0.0
+        assert await asyncio.to_thread(second.is_back)
+    finally:
+        await server.stop(None)
+    (line,) = warnings(caplog)
+    assert "agent unreachable" not in line
+    assert "the agent refuses calls for now" in line
+    assert "1 calls are open, and more may not be (end calls that you do not need, or call again later)" in line
 
 
 def test_an_agent_that_comes_later_gets_to_know_the_process_and_the_last_checkpoint(
@@ -192,6 +239,26 @@ def test_an_agent_that_hangs_is_paid_for_once(
     assert without_answer == [("BeginSave", CALL_SECONDS)]
     assert len(warnings(caplog)) == 1
     assert local(volume) == ["checkpoint-4", "checkpoint-5"]
+
+
+def test_what_an_agent_took_and_answered_too_late_is_not_said_to_stay_on_the_disk(
+    agent: AgentServer,
+    make_checkpointer: Make,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    without_answer: list[tuple[str, float]],
+) -> None:
+    """As on a machine whose CPU is wanted by others: nobody here knows what became of the call."""
+    checkpointer = make_checkpointer()
+    agent.answering.clear()
+    set_deadlines(monkeypatch, CALL_SECONDS, ANNOUNCE_SECONDS)
+    save(checkpointer, 1, "final")
+    assert [method for method, _ in without_answer] == ["BeginSave", "AnnounceCheckpoint"]
+    assert [request.step for request in agent.requests("AnnounceCheckpoint")] == [1]
+    (warning,) = warnings(caplog)
+    assert warning.startswith(
+        "agent unreachable, checkpoints are announced again when it answers: error=BeginSave: no answer in 1 s"
+    )
 
 
 def test_a_just_in_time_announcement_is_tried_on_an_agent_that_hung(

@@ -8,6 +8,7 @@ from tests.harness.agent_process import AgentProcess, wait_until
 from tests.harness.bounds import HANG_SECONDS
 from tests.integration.bad_input.agent_calls import good_checkpoint, make_agent
 from tests.lanes import nightly
+from tests.servers.process import free_port
 from tests.servers.rclone import RcloneServer
 from tests.servers.server import Bucket
 
@@ -82,4 +83,15 @@ def test_wrong_settings_are_all_named_with_a_hint(tmp_path: Path) -> None:
     lines = agent.log_text().splitlines()
     assert lines[-1] == "hint: every setting is described in docs/settings.md"
     assert "error: --grace-seconds: 'soon' is not a number" in lines
-    assert "error: destination 'ftp://bucket/run' is neither s3://bucket/prefix nor file:///absolute/path" in lines
+    assert "error: --destination: 'ftp://bucket/run' is neither s3://bucket/prefix nor file:///absolute/path" in lines
+
+
+def test_the_password_of_an_endpoint_is_in_no_line_and_no_status(tmp_path: Path, s3_environment: None) -> None:
+    endpoint = f"https://user:hunter2@127.0.0.1:{free_port()}"
+    unverified = {"KEEPSTEP_S3_VERIFY_TLS": "false"}
+    with AgentProcess(tmp_path / "volume", "s3://bucket/run", endpoint_url=endpoint, environment=unverified) as agent:
+        agent.announce(good_checkpoint(agent), 7)
+        wait_until(lambda: agent.status().storage_error != "", HANG_SECONDS, "the status says what is wrong")
+        assert "hunter2" not in agent.status().storage_error
+    assert agent.log("tls.not_verified")[0]["endpoint"] == endpoint.replace("user:hunter2@", "")
+    assert "hunter2" not in agent.log_text()

@@ -4,6 +4,7 @@ Events are hints only, because many changes cause none: the kernel's queue can o
 directories are silent. Polling finds every change.
 """
 
+import errno
 import os
 import threading
 import time
@@ -26,6 +27,8 @@ from watchdog.events import (
 )
 from watchdog.observers import Observer
 from watchdog.observers.api import BaseObserver
+
+from keepstep_agent.adapters.volume.shared_volume import open_volume
 
 # Without the events that the agent's own reading causes: opened, and closed without a write.
 _CHANGES: Final[list[type[FileSystemEvent]]] = [
@@ -84,6 +87,7 @@ class DirectoryHints(FileSystemEventHandler):
     def _attach(self, identity: tuple[int, int]) -> None:
         observer = Observer()
         try:
+            _check_size(self._directory)
             observer.schedule(self, str(self._directory), recursive=True, event_filter=_CHANGES)
             observer.start()
         except OSError as error:
@@ -103,3 +107,15 @@ class DirectoryHints(FileSystemEventHandler):
         if observer is not None:
             observer.stop()
             observer.join(_STOP_TIMEOUT_SECONDS)
+
+
+def _check_size(directory: Path) -> None:
+    """Raise OSError if the directory is too large to be walked: watchdog lists all of it, without a limit."""
+
+    def unreadable(_: str, error: OSError) -> None:
+        if error.errno == errno.EOVERFLOW:
+            raise error
+
+    with open_volume(directory) as root:
+        for _ in root.walk(unreadable):
+            pass

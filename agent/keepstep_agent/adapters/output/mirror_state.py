@@ -7,17 +7,17 @@ All functions block. What cannot be read counts as missing: then the next snapsh
 """
 
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated
 
 import msgspec
 import structlog
 
+from keepstep_agent.adapters.volume.own_entries import ANNOUNCED_PATHS
 from keepstep_agent.adapters.volume.shared_folders import open_state_directory
 from keepstep_agent.core.limits import FILES_PER_RANK, RECORD_BYTES, PathText
 from keepstep_agent.core.mirror.base import BASE_FILE, BASE_FILE_BYTES, MirrorBase, decode_base, encode_base
 from keepstep_agent.core.stored.checked_json import UndecodableError
 
-_ANNOUNCED_FILE: Final = "announced.json"
 _Paths = Annotated[frozenset[PathText], msgspec.Meta(max_length=FILES_PER_RANK)]
 
 log = structlog.get_logger("keepstep.mirror")
@@ -44,7 +44,7 @@ def write_base(volume: Path, state_directory: Path, base: MirrorBase) -> None:
 def read_announced(volume: Path, state_directory: Path) -> frozenset[str]:
     try:
         with open_state_directory(volume, state_directory) as state:
-            return msgspec.json.decode(state.read(_ANNOUNCED_FILE, RECORD_BYTES), type=_Paths)
+            return msgspec.json.decode(state.read(ANNOUNCED_PATHS, RECORD_BYTES), type=_Paths)
     except (OSError, ValueError, RecursionError):
         return frozenset()
 
@@ -52,4 +52,4 @@ def read_announced(volume: Path, state_directory: Path) -> frozenset[str]:
 def write_announced(volume: Path, state_directory: Path, paths: frozenset[str]) -> None:
     """Replace the announced paths, durably. Raises OSError."""
     with open_state_directory(volume, state_directory) as state:
-        state.write_durably(_ANNOUNCED_FILE, msgspec.json.encode(sorted(paths)))
+        state.write_durably(ANNOUNCED_PATHS, msgspec.json.encode(sorted(paths)))

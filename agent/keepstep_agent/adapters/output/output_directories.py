@@ -58,10 +58,11 @@ class OutputDirectories:
     ) -> OutputScan:
         """Look at everything but `left_out` and `unannounced`, which are paths of files and folders.
 
-        Missing directories are empty. `before` are the fingerprints of an earlier look: equal ones are used again,
-        which saves memory.
+        Missing directories are empty. `before` are the fingerprints of an earlier look: equal ones are used again, and
+        the texts of paths, which saves memory.
         """
         left_out = {*left_out, *unannounced}
+        paths = dict(zip(before, before, strict=True))
         found = _Found()
         missing: set[str] = set()
         for label in self._directories:
@@ -69,13 +70,13 @@ class OutputDirectories:
                 continue
             try:
                 with self.folder(label) as top:
-                    _scan(top, f"{label}/", left_out, before, found)
+                    _scan(top, f"{label}/", left_out, before, paths, found)
             except FileNotFoundError:
                 missing.add(label)
             except OSError as error:
                 found.problems[label] = f"it cannot be read: {error.strerror}"
         return OutputScan(
-            files=found.files,
+            files=before if before == found.files else found.files,
             settled=frozenset(found.settled),
             links={path: self._relative(path, target) for path, target in found.links.items()},
             problems=found.problems,
@@ -165,11 +166,12 @@ def _scan(
     prefix: str,
     left_out: Collection[str],
     before: Mapping[str, Fingerprint],
+    paths: Mapping[str, str],
     found: _Found,
 ) -> None:
     skipped = tuple(f"{path}/" for path in left_out)
-    # The first name of each file that has several. One of them may be a pin of ours.
-    names: dict[int, str] = {}
+    # Files that have several names. One of them may be a pin of ours.
+    linked: set[int] = set()
 
     def unreadable(where: str, error: OSError) -> None:
         if not isinstance(error, FileNotFoundError):
@@ -200,6 +202,7 @@ def _scan(
                     f"it has more than {FILES_PER_RANK:,} files: the others are not stored"
                 )
                 return
+            path = paths.get(path, path)
             known = before.get(path)
             if known is None or (known.size_bytes, known.mtime_ns, known.inode) != (
                 status.st_size,
@@ -212,5 +215,7 @@ def _scan(
                 if loss := _loss(status):
                     found.changed.setdefault(loss, path)
             found.files[path] = known
-            if status.st_nlink > 1 and names.setdefault(status.st_ino, path) != path:
-                found.changed.setdefault(_SECOND_NAME, path)
+            if status.st_nlink > 1:
+                if known.inode in linked:
+                    found.changed.setdefault(_SECOND_NAME, path)
+                linked.add(known.inode)

@@ -11,6 +11,7 @@ from typing import Final
 
 from keepstep_agent.adapters.preemption.metadata_service import Answer, MetadataService, not_understood, unix_seconds
 from keepstep_agent.core.errors import ErrorKind, PreemptionSourceError
+from keepstep_agent.core.settings.table import spelled
 from keepstep_agent.ports import TerminationNotice
 
 _TOKEN: Final = "/latest/api/token"  # noqa: S105 - a path
@@ -27,9 +28,11 @@ _ENDING_EVENTS: Final = frozenset(
 )
 _HOPS_HINT: Final = (
     "the machine's hop limit keeps pods from its metadata service: set HttpPutResponseHopLimit to 2, "
-    "or set preemption_source to off"
+    f"or set {spelled('termination.preemption_source')} to off"
 )
-_DISABLED_HINT: Final = "enable the machine's metadata service, or set preemption_source to off"
+_DISABLED_HINT: Final = (
+    f"enable the machine's metadata service, or set {spelled('termination.preemption_source')} to off"
+)
 
 
 class AwsPreemption:

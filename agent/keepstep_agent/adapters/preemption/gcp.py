@@ -10,6 +10,7 @@ from typing import Final
 
 from keepstep_agent.adapters.preemption.metadata_service import ANSWER_SECONDS, MetadataService, not_understood
 from keepstep_agent.core.errors import ErrorKind, PreemptionSourceError
+from keepstep_agent.core.settings.table import spelled
 from keepstep_agent.ports import TerminationNotice
 
 _FLAVOR: Final = {"Metadata-Flavor": "Google"}
@@ -81,7 +82,8 @@ class GcpPreemption:
                 raise PreemptionSourceError(
                     ErrorKind.NOT_FOUND,
                     "the metadata server knows neither preempted nor maintenance-event",
-                    hint="use hostNetwork or another metadata server, or set preemption_source to off",
+                    hint="use hostNetwork or another metadata server, or set "
+                    f"{spelled('termination.preemption_source')} to off",
                 )
             return
         if answer.status != 200:

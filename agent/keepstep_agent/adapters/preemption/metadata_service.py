@@ -13,6 +13,7 @@ from typing import Any, Final
 import aiohttp
 
 from keepstep_agent.core.errors import ErrorKind, PreemptionSourceError
+from keepstep_agent.core.settings.table import spelled
 
 LINK_LOCAL_URL: Final = "http://169.254.169.254"
 # The service is one hop away, so a slow answer means none.
@@ -33,7 +34,7 @@ class Answer:
         """Decode the text as JSON. Raises PreemptionSourceError."""
         try:
             return json.loads(self.text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise not_understood(self.text) from error
 
 
@@ -67,7 +68,8 @@ class MetadataService:
             raise PreemptionSourceError(
                 ErrorKind.UNREACHABLE,
                 f"the metadata service {self.url}{path} does not answer: {str(error) or type(error).__name__}",
-                hint="allow the pod to reach its machine's metadata service, or set preemption_source to off",
+                hint="allow the pod to reach its machine's metadata service, or set "
+                f"{spelled('termination.preemption_source')} to off",
             ) from error
         return Answer(status=response.status, headers=response.headers, text=text, at=self._told_at(response.headers))
 
@@ -83,7 +85,7 @@ class MetadataService:
         return PreemptionSourceError(
             kind,
             f"the metadata service {self.url}{path} answers {answer.status}",
-            hint=hint or "if this machine has no such service, set preemption_source to off",
+            hint=hint or f"if this machine has no such service, set {spelled('termination.preemption_source')} to off",
         )
 
     async def close(self) -> None:
@@ -96,7 +98,8 @@ def not_understood(text: str) -> PreemptionSourceError:
     return PreemptionSourceError(
         ErrorKind.BAD_REQUEST,
         f"Keepstep cannot parse the metadata service's answer: {text[:80]!r}",
-        hint="something else may answer at this address; set preemption_endpoint to the metadata service's URL",
+        hint="something else may answer at this address; set "
+        f"{spelled('termination.preemption_endpoint')} to the metadata service's URL",
     )
 
 

@@ -29,7 +29,7 @@ async def run_event_command(command: str, body: bytes, limit_seconds: float) -> 
         raise EventReceiverError(
             ErrorKind.BAD_CONFIGURATION,
             f"the event command {words[0]!r} cannot be started: {error.strerror}",
-            hint="give event_command as a program and its arguments; for a shell's syntax, sh -c '…'",
+            hint="give --event-command a program and its arguments; for a shell's syntax, sh -c '…'",
         ) from None
     try:
         async with asyncio.timeout(limit_seconds):
@@ -38,7 +38,7 @@ async def run_event_command(command: str, body: bytes, limit_seconds: float) -> 
         raise EventReceiverError(
             ErrorKind.TIMED_OUT,
             f"the event command {words[0]!r} did not end within {limit_seconds:g} s, and was killed",
-            hint="raise event_timeout_seconds, or let it hand its work on",
+            hint="raise --event-timeout-seconds, or let it hand its work on",
         ) from None
     finally:
         # Also what it has left behind.

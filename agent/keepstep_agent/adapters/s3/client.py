@@ -1,8 +1,9 @@
 """Makes the botocore client: credentials, endpoint, addressing, TLS, and how payloads are signed.
 
-Owns every setting of botocore; knows nothing of operations. Neither botocore nor aiohttp retries (the core decides).
-botocore never computes a checksum (ours are computed off the event loop) and never hashes a file's bytes. Credentials
-may come from the files of a mounted Secret, one file per key, in any of the spellings that Secrets use.
+Owns every setting of botocore; knows nothing of operations. Neither botocore nor aiohttp retries (the core decides),
+except that `credentials` has a refused request signed again.
+botocore never computes a checksum (ours are computed off the event loop) and never hashes a file's bytes. Files that a
+variable names are read, and those of the home directory if the settings allow it.
 
 With awscrt installed, botocore would sign with it and read bodies in 4 KiB pieces through Python callbacks. The usual
 switch is BOTO_DISABLE_CRT in the environment. Choosing our own signer below has the same effect without it.
@@ -10,109 +11,31 @@ switch is BOTO_DISABLE_CRT in the environment. Choosing our own signer below has
 
 import re
 import ssl
-from collections.abc import Mapping
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
 from email.utils import parsedate_to_datetime
-from pathlib import Path
 from typing import Any, Final
 
 import aiobotocore
 import structlog
 from aiobotocore.config import AioConfig
-from aiobotocore.session import get_session
 from botocore.auth import AUTH_TYPE_MAPS, S3SigV4Auth
 from botocore.exceptions import BotoCoreError
+from botocore.handlers import validate_bucket_name
 from botocore.utils import parse_timestamp
 
 import keepstep_agent
+from keepstep_agent.adapters.s3.credentials import SIGNED_WITH, StoreCredentials, forget_other_services, make_session
 from keepstep_agent.adapters.s3.http_session import StoreSession, refuse_redirects
 from keepstep_agent.core.errors import ErrorKind, KeepstepError
+from keepstep_agent.core.settings.checks import is_url
+from keepstep_agent.core.settings.table import spelled
 from keepstep_agent.core.settings.values import StoreSettings
-
-_SPELLINGS: Final = {
-    "access_key": ("accesskeyid", "accesskey"),
-    "secret_key": ("secretaccesskey", "secretkey", "accesssecretkey", "accesskeysecret"),
-    "session_token": ("sessiontoken",),
-    "endpoint_url": ("endpointurl", "endpoint"),
-    "region": ("defaultregion", "region"),
-}
-# The endpoint that data connections name for AWS itself. It is ignored: botocore derives a better one from the region.
-_AWS_ENDPOINT: Final = re.compile(r"(https?://)?s3([.-][a-z0-9-]+)?\.amazonaws\.com/?")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SecretKeys:
-    """What a Secret holds. An empty field is missing from it. Either both keys are set or neither is."""
-
-    access_key: str = ""
-    secret_key: str = ""
-    session_token: str = ""
-    endpoint_url: str = ""
-    region: str = ""
-
-
-def read_secret(directory: str) -> SecretKeys:
-    """Read credentials, endpoint and region from a mounted Secret.
-
-    Raises BAD_CONFIGURATION if it holds nothing usable, or only one of the two keys. No message contains a credential.
-    """
-    texts = _texts(Path(directory))
-    said = {_plain(key): text for key, text in texts.items()}
-    found = {
-        field: next((said[spelling] for spelling in spellings if said.get(spelling)), "")
-        for field, spellings in _SPELLINGS.items()
-    }
-    keys = SecretKeys(**{**found, "endpoint_url": _endpoint(found["endpoint_url"])})
-    if bool(keys.access_key) != bool(keys.secret_key) or not any(found.values()):
-        what = "an access key and its secret" if not keys.access_key else "the secret of its access key"
-        raise KeepstepError(
-            ErrorKind.BAD_CONFIGURATION,
-            f"the Secret at {directory} lacks {what}; it has {', '.join(sorted(texts)) or 'nothing'}",
-            hint="name its keys AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or access-key-id and secret-access-key",
-        )
-    return keys
-
-
-def _texts(directory: Path) -> Mapping[str, str]:
-    """Return the text of each file by its name. Names that begin with two dots are kubelet's own and are skipped."""
-    try:
-        return {
-            path.name: path.read_text().strip()
-            for path in directory.iterdir()
-            if not path.name.startswith("..") and path.is_file()
-        }
-    except (OSError, ValueError) as error:
-        raise KeepstepError(
-            ErrorKind.BAD_CONFIGURATION,
-            f"cannot read the Secret at {directory}: {error.strerror if isinstance(error, OSError) else 'no text'}",
-            hint="give a directory with one text file per key that this process can read",
-        ) from error
-
-
-def _plain(key: str) -> str:
-    return re.sub(r"^(aws)?(s3)?", "", re.sub(r"[^a-z0-9]", "", key.lower()))
-
-
-def _endpoint(text: str) -> str:
-    if not text or _AWS_ENDPOINT.fullmatch(text):
-        return ""
-    if not re.match(r"https?://", text):
-        raise KeepstepError(
-            ErrorKind.BAD_CONFIGURATION,
-            f"the endpoint {text!r} in the Secret is not a URL",
-            hint="begin it with https:// or http://, or set --endpoint-url, which takes precedence",
-        )
-    return text
-
 
 logger = structlog.get_logger(__name__)
 
 _SIGNER: Final = "keepstep-s3v4"
-# The store, and the services that give credentials to service accounts and to people who signed in.
-_SERVICES: Final = frozenset({"s3", "sts", "portal.sso", "oidc"})
-_DEFAULT_REGION: Final = "us-east-1"
 _AWS_HOST: Final = re.compile(r"^https?://[^/]*\.amazonaws\.com(\.cn)?(:\d+)?(/|$)")
 
 
@@ -122,12 +45,24 @@ class _DeclaredPayloadAuth(S3SigV4Auth):  # type: ignore[misc]  # botocore has n
     Other payloads are small and are signed by their SHA-256, over TLS too.
     """
 
+    def add_auth(self, request: Any) -> None:
+        request.context[SIGNED_WITH] = self.credentials
+        super().add_auth(request)
+
     def payload(self, request: Any) -> str:
         declared: str = getattr(request.body, "payload_signature", "")
         return declared or str(super().payload(request))
 
 
 AUTH_TYPE_MAPS[_SIGNER] = _DeclaredPayloadAuth
+
+
+_ACCESS_POINT: Final = (
+    r"arn:aws[a-z-]*:(s3|s3-object-lambda):[a-z0-9-]*:[0-9]{12}:accesspoint[:/][A-Za-z0-9.-]{1,63}"
+    r"|arn:aws[a-z-]*:s3-outposts:[a-z0-9-]+:[0-9]{12}:outpost[:/][A-Za-z0-9-]{1,63}[:/]accesspoint[:/][A-Za-z0-9-]{1,63}"
+)
+_NAMED_BUCKET: Final = r"(?!arn:)([A-Za-z0-9_.-]*:)?[A-Za-z0-9_.-]{1,255}"
+_DESTINATION: Final = re.compile(rf"s3://(?P<bucket>{_ACCESS_POINT}|{_NAMED_BUCKET})(?P<prefix>/.*)?", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,14 +74,19 @@ class Destination:
 
 
 def parse_destination(url: str) -> Destination:
-    """Parse s3://bucket/prefix. Raises BAD_CONFIGURATION if it has no bucket, or two slashes in a row in the prefix."""
-    bucket, _, prefix = url.removeprefix("s3://").partition("/")
-    prefix = prefix.strip("/")
-    if not url.startswith("s3://") or not bucket or "//" in prefix:
+    """Parse s3://bucket/prefix. Raises BAD_CONFIGURATION if it has no bucket, or two slashes in a row in the prefix.
+
+    The bucket may be the ARN of an access point, which has slashes of its own, or Ceph's `tenant:bucket`.
+    """
+    found = _DESTINATION.fullmatch(url)
+    prefix = (found["prefix"] or "").strip("/") if found else ""
+    if found is None or "//" in prefix:
         raise KeepstepError(
-            ErrorKind.BAD_CONFIGURATION, f"{url!r} is not an S3 destination", hint="write it as s3://bucket/prefix"
+            ErrorKind.BAD_CONFIGURATION,
+            f"{url!r} is not an S3 destination",
+            hint="write it as s3://bucket/prefix; the bucket may be the ARN of an access point, or tenant:bucket",
         )
-    return Destination(bucket=bucket, prefix=f"{prefix}/" if prefix else "")
+    return Destination(bucket=found["bucket"], prefix=f"{prefix}/" if prefix else "")
 
 
 async def connect(settings: StoreSettings, stack: AsyncExitStack) -> Any:
@@ -155,26 +95,40 @@ async def connect(settings: StoreSettings, stack: AsyncExitStack) -> Any:
         logger.warning("tls.not_verified", destination=settings.destination, endpoint=settings.endpoint_url)
     elif settings.ca_bundle:
         _check_ca_bundle(settings.ca_bundle)
-    keys = read_secret(settings.credentials_directory) if settings.credentials_directory else SecretKeys()
-    settings = replace(
-        settings, endpoint_url=settings.endpoint_url or keys.endpoint_url, region=settings.region or keys.region
-    )
     addressing = settings.addressing
-    if addressing == "auto" and settings.endpoint_url:
-        addressing = "path"
+    # An access point has a host of its own, and no path.
+    by_path = addressing == "auto" and not parse_destination(settings.destination).bucket.startswith("arn:")
     try:
-        client = await stack.enter_async_context(_client(settings, keys, addressing))
-        if addressing == "auto" and not _AWS_HOST.match(client.meta.endpoint_url):
+        session = make_session(aws_files=settings.aws_files)
+        forget_other_services(session)
+        session.get_component("response_parser_factory").set_parser_defaults(timestamp_parser=read_time)
+        credentials = StoreCredentials(settings.credentials_directory, aws_files=settings.aws_files)
+        stack.callback(credentials.close)
+        keys = await credentials.load(session, settings.region)
+        settings = replace(settings, endpoint_url=settings.endpoint_url or keys.endpoint_url)
+        if by_path and settings.endpoint_url:
+            addressing = "path"
+        client = await stack.enter_async_context(_client(session, settings, addressing))
+        if by_path and addressing == "auto" and not _AWS_HOST.match(client.meta.endpoint_url):
             # The endpoint came from AWS_ENDPOINT_URL or a profile, which only botocore can tell.
             await client.close()
-            client = await stack.enter_async_context(_client(settings, keys, "path"))
+            client = await stack.enter_async_context(_client(session, settings, "path"))
+        if not is_url(client.meta.endpoint_url):
+            raise ValueError("Invalid endpoint")
     except (BotoCoreError, ValueError, OSError) as error:
+        # An endpoint that comes from AWS_ENDPOINT_URL or a profile may hold a password.
+        reason = "its endpoint is not a URL" if str(error).startswith("Invalid endpoint") else error
         raise KeepstepError(
             ErrorKind.BAD_CONFIGURATION,
-            f"cannot create an S3 client for {settings.destination}: {error}",
+            f"cannot create an S3 client for {settings.destination}: {reason}",
             hint="check the endpoint, the region, the CA bundle and AWS_PROFILE",
         ) from error
+    client.meta.events.register("needs-retry.s3", credentials.sign_again)
     client.meta.events.register("choose-signer.s3", _choose_signer)
+    # `parse_destination` has judged the name, and knows Ceph's tenants.
+    client.meta.events.unregister("before-parameter-build.s3", validate_bucket_name)
+    if settings.requester_pays:
+        client.meta.events.register("before-call.s3", _pay)
     refuse_redirects(client)
     return client
 
@@ -190,23 +144,15 @@ def _check_ca_bundle(path: str) -> None:
         raise KeepstepError(
             ErrorKind.BAD_CONFIGURATION,
             f"cannot use the CA bundle {path}: {error.strerror or error}",
-            hint="set --ca-bundle to a PEM file with certificates that this process can read",
+            hint=f"set {spelled('store.ca_bundle')} to a PEM file with certificates that this process can read",
         ) from error
 
 
-def _client(settings: StoreSettings, keys: SecretKeys, addressing: str) -> Any:
-    session = get_session()
-    forget_other_services(session)
-    session.get_component("response_parser_factory").set_parser_defaults(timestamp_parser=read_time)
-    region = settings.region or session.get_config_variable("region") or _DEFAULT_REGION
+def _client(session: Any, settings: StoreSettings, addressing: str) -> Any:
     return session.create_client(
         "s3",
-        region_name=region,
+        region_name=session.get_config_variable("region"),
         endpoint_url=settings.endpoint_url or None,
-        # None: use whatever the AWS chain finds.
-        aws_access_key_id=keys.access_key or None,
-        aws_secret_access_key=keys.secret_key or None,
-        aws_session_token=keys.session_token or None,
         verify=(settings.ca_bundle or None) if settings.verify_tls else False,
         config=AioConfig(
             connect_timeout=settings.connect_timeout_seconds,
@@ -218,19 +164,10 @@ def _client(settings: StoreSettings, keys: SecretKeys, addressing: str) -> Any:
             retries={"total_max_attempts": 1, "mode": "standard"},
             request_checksum_calculation="when_required",
             response_checksum_validation="when_required",
-            s3={"addressing_style": addressing},
+            # The region in the ARN of an access point is that of the access point.
+            s3={"addressing_style": addressing, "use_arn_region": True},
         ),
     )
-
-
-def forget_other_services(session: Any) -> None:
-    """Drop botocore's list of the endpoints of other AWS services, which takes 7 MB.
-
-    botocore falls back to rules for services that are not in its list.
-    """
-    for partition in session.get_component("data_loader").load_data("endpoints")["partitions"]:
-        for service in partition["services"].keys() - _SERVICES:
-            del partition["services"][service]
 
 
 def read_time(value: Any) -> datetime:
@@ -246,6 +183,10 @@ def read_time(value: Any) -> datetime:
                 return datetime.fromisoformat(value)
     parsed: datetime = parse_timestamp(value)
     return parsed
+
+
+def _pay(params: dict[str, Any], **_: object) -> None:
+    params["headers"]["x-amz-request-payer"] = "requester"
 
 
 def _choose_signer(signature_version: str, **_: object) -> str | None:

@@ -15,19 +15,31 @@ import aiohttp
 import botocore.exceptions
 import botocore.parsers
 
-from keepstep_agent.core.errors import ErrorKind, StoreError
+from keepstep_agent.core.errors import ErrorKind, StoreError, without_passwords
+from keepstep_agent.core.settings.table import spelled
+from keepstep_api.names import ANNOTATION_PREFIX
 
 _LONGEST_TEXT: Final = 300
 
 _CREDENTIALS_HINT: Final = (
-    "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, or write ~/.aws/credentials; in a pod, set "
-    "the two from a Secret, or give its service account a workload identity (IRSA, EKS Pod Identity)"
+    "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, or write ~/.aws/credentials; in a pod, name "
+    f"a Secret in {ANNOTATION_PREFIX}credentials, or give its service account a workload identity "
+    "(IRSA, EKS Pod Identity)"
 )
 _POLICY_HINT: Final = "the policy must allow s3:ListBucket, GetObject, PutObject, DeleteObject and AbortMultipartUpload"
 _CLOCK_HINT: Final = "set this machine's clock (NTP); stores refuse signatures that are more than 15 minutes off"
-_REGION_HINT: Final = "set the region of the bucket, e.g. AWS_REGION=eu-central-1"
+_REGION_HINT: Final = f"set the region of the bucket, such as eu-central-1, by AWS_REGION or {spelled('store.region')}"
+_PARTS_HINT: Final = f"raise {spelled('transfer.part_size_bytes')}: the store requires larger parts"
 _GATEWAY_HINT: Final = "not the store's answer: check the endpoint, and the ingress or gateway before it"
 _SPACE_HINT: Final = "give the store more space, or keep fewer checkpoints"
+_CHECKSUM_HINT: Final = (
+    "the bucket asks for a checksum with every write (Object Lock), which it did not do when the store was opened: "
+    "start the agent again"
+)
+_LOCKED_HINT: Final = (
+    "the store's retention protects the object: it may be deleted when that ends. Keepstep replaces some of its small "
+    "objects, which Object Lock allows and a retention policy of the whole bucket may not"
+)
 _NETWORK_HINT: Final = "check the endpoint, and that network policies and proxies let this pod reach it"
 
 _CODES: Final[Mapping[str, tuple[ErrorKind, str]]] = {
@@ -69,8 +81,14 @@ _CODES: Final[Mapping[str, tuple[ErrorKind, str]]] = {
     "QuotaExceeded": (ErrorKind.STORE_FULL, "raise the quota, or keep fewer checkpoints"),
     "InsufficientCapacity": (ErrorKind.STORE_FULL, _SPACE_HINT),
     "XMinioStorageFull": (ErrorKind.STORE_FULL, _SPACE_HINT),
+    "XMinioAdminBucketQuotaExceeded": (ErrorKind.STORE_FULL, "raise the quota, or keep fewer checkpoints"),
+    "InvalidStorageClass": (
+        ErrorKind.REQUEST_REFUSED,
+        f"the store has no such storage class: correct {spelled('store.storage_class')}",
+    ),
+    "KeyTooLongError": (ErrorKind.REQUEST_REFUSED, "use shorter names for files and folders, or a shorter destination"),
     "EntityTooLarge": (ErrorKind.REQUEST_REFUSED, "the store does not accept an object or part of this size"),
-    "EntityTooSmall": (ErrorKind.REQUEST_REFUSED, "raise part_size_bytes: the store requires larger parts"),
+    "EntityTooSmall": (ErrorKind.REQUEST_REFUSED, _PARTS_HINT),
     "AuthorizationHeaderMalformed": (ErrorKind.REQUEST_REFUSED, _REGION_HINT),
     "IllegalLocationConstraintException": (ErrorKind.REQUEST_REFUSED, _REGION_HINT),
     "PermanentRedirect": (ErrorKind.REQUEST_REFUSED, _REGION_HINT),
@@ -123,6 +141,35 @@ FOREIGN: Final = (
 """The exceptions that `translate` takes. Any other is a bug of ours and must stay visible."""
 
 
+_CHECKSUM_WANTED: Final = re.compile(
+    r"(?=.*\b(required|missing)\b).*(Content-MD5|x-amz-(sdk-)?checksum)", re.IGNORECASE | re.DOTALL
+)
+_LOCKED_CODES: Final = frozenset({"RetentionPolicyNotMet", "ObjectLocked", "ObjectUnderActiveHold"})
+_LOCKED: Final = re.compile(
+    r"(protected|locked) by object lock|\bWORM protected\b|under (active |a )?(retention|legal hold)"
+    r"|\bretention (period|policy|date|until)\b",
+    re.IGNORECASE,
+)
+"""Most stores refuse a protected object with AccessDenied, and only the text tells it from a missing right."""
+
+_NO_CREDENTIALS: Final = (
+    botocore.exceptions.NoCredentialsError,
+    botocore.exceptions.PartialCredentialsError,
+    botocore.exceptions.CredentialRetrievalError,
+    botocore.exceptions.TokenRetrievalError,
+    botocore.exceptions.UnauthorizedSSOTokenError,
+    botocore.exceptions.SSOTokenLoadError,
+)
+_UNSENT: Final = (
+    *_NO_CREDENTIALS,
+    botocore.exceptions.ParamValidationError,
+    botocore.exceptions.EndpointProviderError,
+    botocore.exceptions.UnsupportedS3ConfigurationError,
+    botocore.exceptions.InvalidRegionError,
+    botocore.exceptions.MissingDependencyException,
+)
+"""botocore raises these before it sends anything."""
+
 _REGION: Final = re.compile(r"[a-z0-9-]{1,40}")
 _HOST: Final = re.compile(r"[A-Za-z0-9.:\[\]-]{1,255}")
 _XML_CODE: Final = re.compile(rb"<Code>([A-Za-z0-9.]{1,64})</Code>")
@@ -142,9 +189,8 @@ class Place:
     endpoint: str
 
     def __str__(self) -> str:
-        parts = urlsplit(self.endpoint)
-        host = parts.netloc.rpartition("@")[2]  # an endpoint may carry a password; a message may not
-        return f"s3://{self.bucket}/{self.key} at {parts.scheme}://{host}"
+        parts = urlsplit(without_passwords(self.endpoint))
+        return f"s3://{self.bucket}/{self.key} at {parts.scheme}://{parts.netloc}"
 
 
 def translate(error: BaseException, operation: str, place: Place) -> StoreError:
@@ -152,16 +198,16 @@ def translate(error: BaseException, operation: str, place: Place) -> StoreError:
     kind, hint, reason = _classify(error)
     if kind is ErrorKind.NOT_FOUND:
         kind = _NO_SUCH_KEY.get(operation, ErrorKind.STORE_FAILED)
-    return StoreError(kind, f"{operation} {place}: {reason}", hint=hint)
+    return StoreError(kind, f"{operation} {place}: {reason}", hint=hint, sent=not isinstance(error, _UNSENT))
 
 
 @contextmanager
-def ignored(kind: ErrorKind) -> Iterator[None]:
-    """Let a request end well that found nothing to do, as this kind of error says."""
+def ignored(*kinds: ErrorKind) -> Iterator[None]:
+    """Let a request end well that found nothing to do, as these kinds of errors say."""
     try:
         yield
     except StoreError as error:
-        if error.kind is not kind:
+        if error.kind not in kinds:
             raise
 
 
@@ -197,19 +243,12 @@ def _classify(error: BaseException) -> tuple[ErrorKind, str, str]:
             return error.kind, str(error), error.hint
         case exceptions.ClientError():
             return _classify_answer(error.response)
-        case (
-            exceptions.NoCredentialsError()
-            | exceptions.PartialCredentialsError()
-            | exceptions.CredentialRetrievalError()
-            | exceptions.TokenRetrievalError()
-            | exceptions.UnauthorizedSSOTokenError()
-            | exceptions.SSOTokenLoadError()
-        ):
+        case _ if isinstance(error, _NO_CREDENTIALS):
             return ErrorKind.ACCESS_DENIED, _CREDENTIALS_HINT, "no usable credentials were found"
         case exceptions.ConnectTimeoutError() | exceptions.ReadTimeoutError() | TimeoutError():
             return ErrorKind.TIMED_OUT, _NETWORK_HINT, "the store did not answer in time"
         case exceptions.SSLError() | aiohttp.ClientSSLError():
-            hint = "give the CA that signed the endpoint's certificate as the CA bundle: --ca-bundle"
+            hint = f"give the CA that signed the endpoint's certificate as the CA bundle: {spelled('store.ca_bundle')}"
             return ErrorKind.UNREACHABLE, hint, f"TLS failed: {_inner(error)}"
         case exceptions.ProxyConnectionError():
             return ErrorKind.UNREACHABLE, "check HTTP_PROXY, HTTPS_PROXY and NO_PROXY", "the proxy cannot be reached"
@@ -221,7 +260,7 @@ def _classify(error: BaseException) -> tuple[ErrorKind, str, str]:
             | OSError()
         ):
             return ErrorKind.UNREACHABLE, _NETWORK_HINT, f"the connection failed: {_inner(error)}"
-        case exceptions.ParamValidationError():
+        case _ if isinstance(error, _UNSENT):
             return ErrorKind.REQUEST_REFUSED, "correct the destination", _shorten(str(error))
         case _:
             # ResponseParserError and the like: what answered is no S3, or a proxy answered in its place.
@@ -242,7 +281,11 @@ def _classify_answer(response: Mapping[str, Any]) -> tuple[ErrorKind, str, str]:
             _redirect_hint(details),
             f"{reason}: it redirects to {asked_for or 'another place'}, which Keepstep does not follow",
         )
-    if code in _CODES:
+    if status == 400 and code not in _CODES and _CHECKSUM_WANTED.match(text):
+        kind, hint = ErrorKind.REQUEST_REFUSED, _CHECKSUM_HINT
+    elif code in _LOCKED_CODES or (status in (400, 403, 409) and _LOCKED.search(_without_names(text))):
+        kind, hint = ErrorKind.OBJECT_LOCKED, _LOCKED_HINT
+    elif code in _CODES:
         kind, hint = _CODES[code]
     elif code.startswith("KMS."):
         kind, hint = (
@@ -262,8 +305,21 @@ def _classify_answer(response: Mapping[str, Any]) -> tuple[ErrorKind, str, str]:
     return kind, hint, reason
 
 
+def _without_names(text: str) -> str:
+    """Leave out what is not the store's own words: a missing right is told with the names of who, what and where."""
+    return "" if "not authorized to perform" in text else text
+
+
+def refuses_keys(answer: Mapping[str, Any]) -> bool:
+    """Whether a store may answer this to keys that have expired or were replaced."""
+    # An expired token is a 400 on AWS, and the answer to a HEAD has no body that says so.
+    return int(answer.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)) >= 300 and (
+        _classify_answer(answer)[0] is ErrorKind.ACCESS_DENIED or answer.get("Error", {}).get("Code") == "400"
+    )
+
+
 def _region_hint(region: str) -> str:
-    return f"the bucket is in region {region}: set AWS_REGION={region} or --region {region}"
+    return f"the bucket is in region {region}: set AWS_REGION={region}, or {spelled('store.region')} to it"
 
 
 def _redirect_hint(details: Mapping[str, Any]) -> str:
@@ -273,7 +329,7 @@ def _redirect_hint(details: Mapping[str, Any]) -> str:
     if "://" in endpoint:
         return (
             "a redirect would give your credentials to another server: "
-            f"if it is your store, set --endpoint-url {endpoint}"
+            f"if it is your store, set {spelled('store.endpoint_url')} to {endpoint}"
         )
     return _REGION_HINT if endpoint or details.get("Code") == "PermanentRedirect" else _GATEWAY_HINT
 

@@ -1,24 +1,37 @@
 """The HTTP session below botocore: it follows no redirect, reads no answer without a bound, and sends nothing twice.
 
+It chooses the proxy of each request as all that the agent sends does.
+
 A redirect would carry the request's bytes and X-Amz-Security-Token to whatever host the answer names, even over plain
 HTTP. botocore makes sessions of its own for credentials (metadata services, STS, IAM Identity Center), which no client
 setting reaches. So this module patches aiobotocore's class itself, once, when it is imported.
 """
 
+import ssl
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from functools import partial
 from importlib.metadata import version
+from ipaddress import ip_address, ip_network
+from pathlib import Path
 from typing import Any, Final, Self
+from urllib.parse import urlsplit
 
+import aiobotocore.httpsession
 import aiohttp
+import structlog
 from aiobotocore.httpsession import AIOHTTPSession
-from botocore.exceptions import ClientError
+from botocore.exceptions import ClientError, SSLError
+from botocore.httpsession import ProxyConfiguration
 
 from keepstep_agent.adapters.s3.errors import OversizedAnswerError, redirect_details
+from keepstep_agent.adapters.s3.renewal import Renewal
+from keepstep_agent.adapters.transfer.proxy import proxy_for
 from keepstep_agent.adapters.transfer.tls_connector import use_own_tls
 from keepstep_agent.core.errors import ErrorKind, StoreError
+
+logger = structlog.get_logger(__name__)
 
 ANSWER_LIMIT_BYTES: Final = 4 * 1024 * 1024
 """The limit on answers that are read whole. A page of 1,000 keys of 1,024 bytes each, all escaped, is smaller."""
@@ -50,12 +63,43 @@ class _GuardedSession:
         return response
 
 
+class _ProxyOfEach(ProxyConfiguration):  # type: ignore[misc]  # botocore has no types
+    """Chooses a proxy by the URL of the request. botocore's choice is made once, by the client's endpoint."""
+
+    def proxy_url_for(self, url: str) -> str | None:
+        # The services that give credentials are at such addresses. A proxy has others, and would see the keys.
+        return None if _is_of_this_machine(urlsplit(url).hostname or "") else proxy_for(url)
+
+
+class _ProxyOfStore(ProxyConfiguration):  # type: ignore[misc]  # as above
+    """Chooses a proxy for the store, which may be anywhere."""
+
+    def proxy_url_for(self, url: str) -> str | None:
+        return proxy_for(url)
+
+
+_AWS_METADATA: Final = ip_network("fd00:ec2::/32")
+
+
+def _is_of_this_machine(host: str) -> bool:
+    try:
+        address = ip_address(host)
+    except ValueError:
+        return host == "localhost"
+    return address.is_loopback or address.is_link_local or address in _AWS_METADATA
+
+
 class _OneAttemptSession(AIOHTTPSession):  # type: ignore[misc]  # aiobotocore has no types
     """A session that uses our TLS and makes one attempt per request.
 
     aiohttp silently repeats a PUT whose connection broke. A conditional put would then refuse our own write. There is
     no public switch; a test counts the requests.
     """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        _require("aiobotocore", AIOHTTPSession, "_proxy_config", found=hasattr(self, "_proxy_config"))
+        self._proxy_config = _ProxyOfStore()
 
     async def _get_session(self, proxy_url: str | None) -> _GuardedSession:
         guarded: _GuardedSession = await super()._get_session(proxy_url)
@@ -67,8 +111,8 @@ class _OneAttemptSession(AIOHTTPSession):  # type: ignore[misc]  # aiobotocore h
         return guarded
 
 
-class StoreSession(_OneAttemptSession):
-    """The store's session, with a second one inside that keeps no connections.
+class _SessionPair(_OneAttemptSession):
+    """A session with a second one inside that keeps no connections.
 
     A second client instead would cost half a second.
     """
@@ -92,6 +136,80 @@ class StoreSession(_OneAttemptSession):
         if _NEW_CONNECTION.get():
             return await self._keeps_none.send(request)
         return await super().send(request)
+
+
+class StoreSession:
+    """The store's session. When the CA bundle's file changes, new connections are verified by what it says then.
+
+    Requests that have begun keep their connections. The sessions before the last change are closed at the next one.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        self._options = options
+        self._newest = _SessionPair(**options)
+        self._older: _SessionPair | None = None
+        verify = options.get("verify")
+        self._bundle = Path(verify) if isinstance(verify, str) else None
+        self._authorities = b""
+        if self._bundle is not None:
+            # Where it cannot be read, the first request says so.
+            with suppress(OSError):
+                self._authorities = self._bundle.read_bytes()
+        self._changed = False
+        self._problem = ""
+        self._renewal = Renewal(self._read_bundle, "keepstep-authorities")
+
+    async def __aenter__(self) -> Self:
+        await self._newest.__aenter__()
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        self._renewal.close()
+        try:
+            if self._older is not None:
+                await self._older.__aexit__(*exception)
+        finally:
+            await self._newest.__aexit__(*exception)
+
+    async def close(self) -> None:
+        await self.__aexit__(None, None, None)
+
+    async def send(self, request: Any) -> Any:
+        if self._bundle is None:
+            return await self._newest.send(request)
+        self._renewal.look()
+        await self._follow_bundle()
+        try:
+            return await self._newest.send(request)
+        except SSLError:
+            # The next attempt is made with what the bundle says now.
+            await self._renewal.read_now()
+            raise
+
+    async def _follow_bundle(self) -> None:
+        if self._changed:
+            self._changed = False
+            fresh = _SessionPair(**self._options)
+            await fresh.__aenter__()
+            oldest, self._older, self._newest = self._older, self._newest, fresh
+            if oldest is not None:
+                await oldest.close()
+
+    def _read_bundle(self, _refused: bool) -> None:
+        assert self._bundle is not None
+        try:
+            authorities = self._bundle.read_bytes()
+            if authorities == self._authorities:
+                return
+            ssl.create_default_context(cafile=self._bundle)
+        except OSError as error:
+            problem = error.strerror or str(error)
+            if problem != self._problem:
+                logger.warning("ca_bundle.unusable", path=str(self._bundle), error=problem)
+            self._problem = problem
+            return
+        self._authorities, self._changed, self._problem = authorities, True, ""
+        logger.info("ca_bundle.renewed", path=str(self._bundle))
 
 
 def refuse_redirects(client: Any) -> None:
@@ -139,6 +257,7 @@ def require_internals() -> None:
     """
     for package, owner, name in (
         ("aiobotocore", AIOHTTPSession, "_get_session"),
+        ("botocore", ProxyConfiguration, "proxy_url_for"),
         ("aiohttp", aiohttp.ClientSession, "_retry_connection"),
         ("aiohttp", aiohttp.TCPConnector, "_wrap_create_connection"),
     ):
@@ -164,3 +283,4 @@ async def _get_guarded_session(self: Any, proxy_url: str | None) -> _GuardedSess
 
 
 AIOHTTPSession._get_session = _get_guarded_session
+aiobotocore.httpsession.ProxyConfiguration = _ProxyOfEach

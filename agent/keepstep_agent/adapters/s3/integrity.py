@@ -11,14 +11,14 @@ from contextlib import AbstractAsyncContextManager, suppress
 from functools import partial
 from typing import Any, Final
 
-from keepstep_agent.adapters.checksum import crc32c, crc64nvme, region_crc32c, region_sha256
+from keepstep_agent.adapters.checksum import crc32c, crc64nvme, region_crc32c, region_md5, region_sha256
 from keepstep_agent.adapters.s3.errors import ignored
 from keepstep_agent.core.errors import ErrorKind, StoreError
 from keepstep_agent.core.model import Region
 from keepstep_agent.core.stored.object_layout import PROBE_PREFIX
 from keepstep_agent.ports import StoreCapabilities
 
-REFUSALS: Final = frozenset({ErrorKind.CORRUPTED_IN_TRANSIT, ErrorKind.REQUEST_REFUSED})
+CHECKSUM_REFUSALS: Final = frozenset({ErrorKind.CORRUPTED_IN_TRANSIT, ErrorKind.REQUEST_REFUSED})
 """How stores refuse a body that does not match its announced checksum."""
 UNSIGNED_PAYLOAD: Final = "UNSIGNED-PAYLOAD"
 CHECKSUM_ALGORITHMS: Final = {"crc64nvme": "CRC64NVME", "crc32c": "CRC32C"}
@@ -33,6 +33,9 @@ def declare(integrity: str, content: Region | bytearray, checksum: int) -> tuple
         case "crc32c":
             value = crc32c(content) if isinstance(content, bytearray) else region_crc32c(content, checksum)
             return UNSIGNED_PAYLOAD, {"ChecksumCRC32C": _encode(value, 4)}
+        case "md5":
+            digest = _md5(content) if isinstance(content, bytearray) else bytes.fromhex(region_md5(content))
+            return UNSIGNED_PAYLOAD, {"ContentMD5": base64.b64encode(digest).decode()}
         case "none":
             return UNSIGNED_PAYLOAD, {}
         case _:
@@ -51,11 +54,23 @@ def declare_upload(integrity: str) -> dict[str, str]:
 
 
 def declare_bytes(integrity: str, body: bytes, *, flip: int = 0) -> dict[str, str]:
-    """Return the request arguments for a small body. `flip` makes the checksum wrong in those bits."""
-    if integrity == "crc64nvme":
-        return {"ChecksumCRC64NVME": _encode(crc64nvme(body) ^ flip, 8)}
-    assert integrity == "crc32c", integrity
-    return {"ChecksumCRC32C": _encode(crc32c(body) ^ flip, 4)}
+    """Return the request arguments for a small body. `flip` makes the checksum wrong in those bits.
+
+    It always has a checksum, because a bucket with Object Lock refuses a write without one, before the probe too. Every
+    store knows Content-MD5, so that is the one where no better is known.
+    """
+    match integrity:
+        case "crc64nvme":
+            return {"ChecksumCRC64NVME": _encode(crc64nvme(body) ^ flip, 8)}
+        case "crc32c":
+            return {"ChecksumCRC32C": _encode(crc32c(body) ^ flip, 4)}
+        case _:
+            assert not flip, "no probe needs a wrong MD5"
+            return {"ContentMD5": base64.b64encode(_md5(body)).decode()}
+
+
+def _md5(body: bytes | bytearray) -> bytes:
+    return hashlib.md5(body, usedforsecurity=False).digest()
 
 
 def _encode(checksum: int, size_bytes: int) -> str:
@@ -63,6 +78,7 @@ def _encode(checksum: int, size_bytes: int) -> str:
 
 
 _BODY: Final = b"Keepstep probes what this store enforces."
+_TRIES: Final = 5
 _Request = Callable[[str, str], AbstractAsyncContextManager[object]]
 
 
@@ -87,6 +103,9 @@ async def probe(
             if await experiment.object_is_checked(candidate) and await experiment.part_is_checked(candidate):
                 integrity = candidate
                 break
+        else:
+            if await experiment.wants_checksum():
+                integrity = "md5"
     except StoreError:
         # It says more than what may become of the removal.
         with suppress(StoreError):
@@ -111,19 +130,44 @@ class _Experiment:
     async def condition_holds(self) -> bool:
         """Return whether the first conditional put passes and the second does not.
 
-        A store without conditional puts may refuse the first one.
+        A store without conditional puts may refuse the first one. If it then refuses one without a condition too, it
+        cannot be written, and its error is raised.
         """
-        if await self._refuses_put(IfNoneMatch="*"):
+        try:
+            await self._put(IfNoneMatch="*")
+        except StoreError as error:
+            if error.kind not in CHECKSUM_REFUSALS:
+                raise
+            await self._put()
             return False
         try:
-            return await self._refuses_put(IfNoneMatch="*")
+            await self._put(IfNoneMatch="*")
         except StoreError as error:
-            if error.kind is ErrorKind.ALREADY_EXISTS:
+            if error.kind is ErrorKind.ALREADY_EXISTS or error.kind in CHECKSUM_REFUSALS:
                 return True
             raise
+        return False
+
+    async def _put(self, **condition: str) -> None:
+        """Put it with a right checksum; again if a bit has flipped on the way, which says nothing of the store."""
+        checksum = declare_bytes("md5", _BODY)
+        for left in reversed(range(_TRIES)):
+            try:
+                async with self._request("PutObject", self._key):
+                    await self._client.put_object(
+                        **self._target, **self._write_arguments, **checksum, **condition, Body=_BODY
+                    )
+                return
+            except StoreError as error:
+                if error.kind is not ErrorKind.CORRUPTED_IN_TRANSIT or not left:
+                    raise
 
     async def object_is_checked(self, integrity: str) -> bool:
         return await self._is_checked(self._refuses_put, integrity)
+
+    async def wants_checksum(self) -> bool:
+        """Return whether the store refuses what comes without a checksum, as buckets with Object Lock do."""
+        return await self._refuses_put() and await self._refuses_put()
 
     async def part_is_checked(self, integrity: str) -> bool:
         upload = await self._begin_upload(integrity) or await self._begin_upload(integrity)
@@ -150,7 +194,7 @@ class _Experiment:
                     **self._target, **self._write_arguments, **declare_upload(integrity)
                 )
         except StoreError as error:
-            if error.kind in REFUSALS:
+            if error.kind in CHECKSUM_REFUSALS:
                 return ""
             raise
         upload: str = answer["UploadId"]
@@ -172,12 +216,12 @@ class _Experiment:
             async with self._request(operation, self._key):
                 await send(Body=_BODY)
         except StoreError as error:
-            if error.kind in REFUSALS:
+            if error.kind in CHECKSUM_REFUSALS:
                 return True
             raise
         return False
 
     async def clean_up(self) -> None:
-        with ignored(ErrorKind.NOT_FOUND):
+        with ignored(ErrorKind.NOT_FOUND, ErrorKind.OBJECT_LOCKED):
             async with self._request("DeleteObject", self._key):
                 await self._client.delete_object(**self._target)

@@ -1,19 +1,22 @@
 """Stores objects in S3 and in stores that imitate it.
 
 Owns the operations of `ports.ObjectStore`. `listings` owns those with many pages, `bucket_rules` those about what the
-bucket does by itself, `client` connecting and signing, `integrity` what the store enforces and how to use it, `errors`
-what errors mean, `transfer` how bytes move.
+bucket does by itself, `client` connecting and signing, `credentials` the keys, `integrity` what the store enforces and
+how to use it, `errors` what errors mean, `transfer` how bytes move.
 
-Invariants: nothing is retried; no request outlives the store's time-outs, except a body that keeps moving at the
-minimum rate; no request waits in the HTTP library's pool, where nothing bounds the wait.
+Invariants: nothing is retried, except once with new keys what the store refused with old ones; no request outlives the
+store's time-outs, except a body that keeps moving at the minimum rate; no request waits in the HTTP library's pool,
+where nothing bounds the wait.
 
 An upload's token is S3's upload id; a receipt and a version are ETags, without quotes.
 """
 
 import asyncio
+import hashlib
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
+from io import BytesIO
 from typing import Any, Final
 from urllib.parse import urlencode
 
@@ -28,7 +31,7 @@ from keepstep_agent.adapters.s3.errors import FOREIGN, Place, ignored, translate
 from keepstep_agent.adapters.s3.http_session import over_a_new_connection
 from keepstep_agent.adapters.s3.integrity import (
     CHECKSUM_ALGORITHMS,
-    REFUSALS,
+    CHECKSUM_REFUSALS,
     declare,
     declare_bytes,
     declare_upload,
@@ -46,6 +49,7 @@ logger = structlog.get_logger(__name__)
 
 _THREADS: Final = 4
 _GET_PIECE_BYTES: Final = 256 * 1024
+_LARGE_BYTES: Final = 1024 * 1024
 
 
 class S3Store:
@@ -99,10 +103,17 @@ class S3Store:
     async def put(self, key: str, body: bytes, *, if_absent: bool = False) -> None:
         condition = {"IfNoneMatch": "*"} if if_absent and self.capabilities.conditional_put else {}
         # SeaweedFS, for one, accepts any signed SHA-256, and stores an empty object when the body never arrives.
-        integrity = self.capabilities.integrity
-        declared = declare_bytes(integrity, body) if integrity in CHECKSUM_ALGORITHMS else {}
-        async with self._request("PutObject", key):
-            await self._put_object(key, body, **declared, **condition)
+        declared = declare_bytes(self.capabilities.integrity, body)
+        if len(body) < _LARGE_BYTES:
+            async with self._request("PutObject", key):
+                await self._put_object(key, body, **declared, **condition)
+            return
+        # In pieces: the connection would copy all of it.
+        signature = await self._run(_sha256, body)
+        async with self._request("PutObject", key) as stall:
+            pieces = self._transfer.bytes_body(body, payload_signature=signature, stall=stall)
+            await self._put_object(key, pieces, **declared, **condition)
+        self._check_sent(pieces, "PutObject", key)
 
     async def put_data(self, key: str, content: Region | bytearray, checksum: int) -> None:
         if isinstance(content, bytearray):
@@ -191,11 +202,12 @@ class S3Store:
                 if answer["ContentLength"] > limit_bytes:
                     raise object_too_large(self._place(key), answer["ContentLength"], limit_bytes)
                 stall.moved()
-                pieces: list[bytes] = []
+                # Unlike a list of pieces, it is not in memory twice at the end.
+                content = BytesIO()
                 while piece := await body.read(_GET_PIECE_BYTES):
                     stall.received(len(piece))
-                    pieces.append(piece)
-                return b"".join(pieces)
+                    content.write(piece)
+                return content.getvalue()
 
     async def get_into(self, key: str, *, offset_bytes: int, size_bytes: int, version: str, descriptor: int) -> int:
         try:
@@ -277,7 +289,7 @@ class S3Store:
             except StoreError as error:
                 if body and body.failure:
                     raise body.failure from error
-                if error.kind in REFUSALS:
+                if error.kind in CHECKSUM_REFUSALS:
                     await self._run(check_region, region, checksum)
                 raise
         finally:
@@ -316,6 +328,10 @@ class S3Store:
 
     def _corrupt(self, key: str, reason: str) -> StoreError:
         return checkpoint_corrupt(f"{self._place(key)} is not what was written: {reason}")
+
+
+def _sha256(body: bytes) -> str:
+    return hashlib.sha256(body).hexdigest()
 
 
 async def open_s3_store(

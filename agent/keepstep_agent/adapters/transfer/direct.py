@@ -46,7 +46,7 @@ class Transfer(Protocol):
     ) -> Body:
         """Make the body of an upload. The arguments are those of FileBody."""
 
-    def bytes_body(self, data: bytearray, *, payload_signature: str, stall: StallTimeout) -> Body:
+    def bytes_body(self, data: bytes | bytearray, *, payload_signature: str, stall: StallTimeout) -> Body:
         """Make the body of an upload. The arguments are those of BytesBody."""
 
     async def receive(
@@ -76,7 +76,7 @@ class DirectTransfer:
             file, region, checksum, buffers=self._outgoing, executor=self._executor, limiter=self._limiter, **options
         )
 
-    def bytes_body(self, data: bytearray, *, payload_signature: str, stall: StallTimeout) -> BytesBody:
+    def bytes_body(self, data: bytes | bytearray, *, payload_signature: str, stall: StallTimeout) -> BytesBody:
         return BytesBody(data, limiter=self._limiter, payload_signature=payload_signature, stall=stall)
 
     async def receive(self, response: aiohttp.ClientResponse, descriptor: int, **options: Any) -> int:

@@ -92,8 +92,9 @@ class UploadBody:
         return 0
 
     def seek(self, position: int, whence: int = os.SEEK_SET) -> int:
-        """Do nothing: every sending starts at the first byte, so there is nothing to rewind."""
+        """Prepare for another sending, which starts at the first byte as the first one did."""
         assert (position, whence) == (0, os.SEEK_SET)
+        self.sent_whole = False
         return 0
 
     def pieces(self, start: int = 0) -> AsyncIterator[memoryview]:
@@ -117,7 +118,9 @@ class UploadBody:
 class BytesBody(UploadBody):
     """The body of an upload that is in memory. `data` must not change while a connection may hold pieces of it."""
 
-    def __init__(self, data: bytearray, *, limiter: RateLimiter, payload_signature: str, stall: StallTimeout) -> None:
+    def __init__(
+        self, data: bytes | bytearray, *, limiter: RateLimiter, payload_signature: str, stall: StallTimeout
+    ) -> None:
         super().__init__(len(data), limiter=limiter, payload_signature=payload_signature, stall=stall)
         self._data = memoryview(data)
 
@@ -169,6 +172,10 @@ class FileBody(UploadBody):
         # What is left for the event loop. A region of one piece is not worth a thread.
         self._last_at = region.size_bytes - _LAST_BYTES if region.size_bytes > PIECE_BYTES else 0
         self._last: memoryview | None = None
+
+    def seek(self, position: int, whence: int = os.SEEK_SET) -> int:
+        self._last = None
+        return super().seek(position, whence)
 
     async def pieces(self, start: int = 0, checksum: int = 0) -> AsyncIterator[memoryview]:
         """Yield the region's bytes from `start` on, in order.

@@ -10,7 +10,7 @@ thousand files.
 import os
 import stat
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Final
@@ -18,7 +18,8 @@ from typing import Final
 from keepstep_agent.adapters.volume.errors import volume_error
 from keepstep_agent.adapters.volume.shared_volume import Folder, open_volume
 from keepstep_agent.core.errors import ErrorKind, KeepstepError, RequestError, VolumeError
-from keepstep_agent.core.limits import FILES_PER_RANK, PATH_BYTES, PATH_LEVELS
+from keepstep_agent.core.file_lists import PathList
+from keepstep_agent.core.limits import FILES_PER_RANK, PATH_BYTES, PATH_LEVELS, WALKED_ENTRIES
 from keepstep_agent.core.stored.object_layout import check_directory, check_file_path
 from keepstep_api.names import STATE_DIRECTORY
 
@@ -78,15 +79,53 @@ def directory_of(volume: Path, checkpoint_directory: Path, path: str) -> str:
     return "" if is_default else check_directory(directory)
 
 
-def resolve_files(volume: Path, path: str, files: Sequence[str]) -> dict[str, str]:
-    """Map each path in the checkpoint to its file below the volume, sorted by path.
+class AnnouncedFiles:
+    """The files that an announced path means, sorted by path."""
+
+    def __init__(self, folder: str, files: Iterable[tuple[str, str]]) -> None:
+        """`files`: each path in the checkpoint, and where it lies below the volume: mostly at the same in `folder`.
+
+        Raises RequestError for a name that cannot be stored.
+        """
+        self._folder = folder
+        self._elsewhere: dict[str, str] = {}
+        paths = []
+        for path, source in files:
+            paths.append(check_file_path(path))
+            if source != self._in_folder(path):
+                self._elsewhere[path] = source
+        self.paths = PathList(sorted(paths))
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __iter__(self) -> Iterator[tuple[str, str]]:
+        """Yield each path in the checkpoint and where its file lies below the volume."""
+        return ((path, self.source(path)) for path in self.paths)
+
+    @property
+    def sources(self) -> Sequence[str]:
+        """Where the files lie below the volume."""
+        return list(map(self.source, self.paths)) if self._elsewhere else self.paths.below(self._folder)
+
+    def source(self, path: str) -> str:
+        """Return where the file of a path lies below the volume."""
+        return self._elsewhere.get(path) or self._in_folder(path)
+
+    def _in_folder(self, path: str) -> str:
+        return f"{self._folder}/{path}" if self._folder else path
+
+
+def resolve_files(volume: Path, path: str, files: Sequence[str]) -> AnnouncedFiles:
+    """Find the files of a checkpoint.
 
     If `files` is empty, the checkpoint is everything below `path`. Raises RequestError, and VolumeError if something
     is missing or unreadable.
     """
     try:
         with open_volume(volume) as root:
-            found = dict(islice(_Resolver(root, volume).files(path, files), FILES_PER_RANK + 1))
+            resolver = _Resolver(root, volume)
+            found = AnnouncedFiles(resolver.resolve(path), islice(resolver.files(path, files), FILES_PER_RANK + 1))
     except OSError as error:
         raise _unreadable(volume, path, error) from error
     if len(found) > FILES_PER_RANK:
@@ -95,13 +134,11 @@ def resolve_files(volume: Path, path: str, files: Sequence[str]) -> dict[str, st
             f"{path} has more than {FILES_PER_RANK:,} files",
             hint="write fewer and larger files, or announce the files of each rank",
         )
-    for name in found:
-        check_file_path(name)
     if not found:
         raise RequestError(
             ErrorKind.CHECKPOINT_EMPTY, f"{path} has no files", hint="announce after the files are written"
         )
-    return dict(sorted(found.items()))
+    return found
 
 
 class _Resolver:
@@ -113,6 +150,7 @@ class _Resolver:
         # If the volume's own name is a link, trainers may use either path.
         self._starts = tuple(dict.fromkeys((str(volume), os.path.realpath(volume))))
         self._folders: dict[str, str] = {}
+        self._walked_entries = 0
 
     def files(self, announced: str, files: Sequence[str]) -> Iterator[tuple[str, str]]:
         found = self.resolve(announced)
@@ -211,7 +249,15 @@ class _Resolver:
             )
         inside = f"{found}/" if found else ""
         with self._root.folder(found) as folder:
-            for entry in folder.entries():
+            entries = folder.entries()
+            self._walked_entries += 1 + len(entries)
+            if self._walked_entries > WALKED_ENTRIES:
+                raise RequestError(
+                    ErrorKind.BAD_REQUEST,
+                    f"{named} is in a tree of more than {WALKED_ENTRIES:,} files and folders",
+                    hint="announce a directory of its own for each checkpoint, and make no folders in it meanwhile",
+                )
+            for entry in entries:
                 path, shown = inside + entry.name, f"{named}/{entry.name}"
                 if entry.is_file(follow_symlinks=False):
                     yield prefix + entry.name, path

@@ -14,7 +14,7 @@ import hashlib
 import os
 import stat
 from collections.abc import Callable, Iterator, Sequence
-from itertools import groupby
+from itertools import compress, groupby
 from pathlib import Path
 
 from keepstep_agent.adapters.checksum import check_region
@@ -23,7 +23,8 @@ from keepstep_agent.adapters.volume.announced_files import resolve_files, resolv
 from keepstep_agent.adapters.volume.errors import volume_error
 from keepstep_agent.adapters.volume.shared_volume import fingerprint, open_volume
 from keepstep_agent.core.errors import ErrorKind, VolumeError
-from keepstep_agent.core.model import FileEntry, RankManifest, StagedFile
+from keepstep_agent.core.file_lists import StagedFiles
+from keepstep_agent.core.model import RankManifest
 
 
 def content_signature(volume: Path, path: str, files: Sequence[str] = ()) -> str:
@@ -36,7 +37,7 @@ def content_signature(volume: Path, path: str, files: Sequence[str] = ()) -> str
     if files:
         named = resolve_files(volume, path, files)
         with contextlib.suppress(OSError), open_volume(volume) as root:
-            for above, together in groupby(named.items(), key=lambda item: item[1].rpartition("/")[0]):
+            for above, together in groupby(named, key=lambda item: item[1].rpartition("/")[0]):
                 with root.folder(above) as folder:
                     for name, found in together:
                         _add(digest, name, folder.status(found.rpartition("/")[2]))
@@ -59,17 +60,21 @@ def _add(digest: "hashlib.blake2b", path: str, status: os.stat_result) -> None:
     digest.update(b"%b\0%d %d %d\n" % (os.fsencode(path), status.st_ino, status.st_size, status.st_mtime_ns))
 
 
-def check_sent(volume: Path, manifest: RankManifest, files: Sequence[StagedFile], may_read: Callable[[], bool]) -> None:
+def check_sent(volume: Path, manifest: RankManifest, files: StagedFiles, may_read: Callable[[], bool]) -> None:
     """See `ports.StagingArea.check_sent`."""
     try:
-        suspects = list(_suspects(volume, manifest, files))
+        suspects = bytes(_suspects(volume, manifest, files))
     except OSError as error:
         raise volume_error(error, f"checking save {manifest.info.save} again") from error
-    for file, entry in suspects:
+    for file, entry in compress(zip(files, manifest.own_files, strict=True), suspects):
         for part, checksum in zip(entry.parts(), entry.checksums, strict=True):
             if not may_read():
                 return
-            check_region(part_region(volume, file.pin, part, file.fingerprint), checksum)
+            try:
+                check_region(part_region(volume, file.pin, part, file.fingerprint), checksum)
+            except VolumeError as error:
+                error.path = file.path
+                raise
 
 
 def rewritten_in_place(what: str) -> VolumeError:
@@ -80,23 +85,23 @@ def rewritten_in_place(what: str) -> VolumeError:
     )
 
 
-def _suspects(
-    volume: Path, manifest: RankManifest, files: Sequence[StagedFile]
-) -> Iterator[tuple[StagedFile, FileEntry]]:
+def _suspects(volume: Path, manifest: RankManifest, files: StagedFiles) -> Iterator[bool]:
+    """Yield for each file whether its bytes must be read again. Raises FILE_CHANGED if one was written to."""
     with open_volume(volume) as root:
         read_all = _is_in_memory(os.fstat(root.descriptor).st_dev)
-        for file, entry in zip(files, manifest.own_files, strict=True):
+        for file in files:
             if file.private:
+                yield False
                 continue
             try:
                 status = root.status(file.pin)
             except FileNotFoundError:
-                continue  # all its bytes were sent
+                yield False  # all its bytes were sent
+                continue
             if fingerprint(status) != file.fingerprint:
                 raise rewritten_in_place(f"{file.path} of save {manifest.info.save}, rank {manifest.rank}")
             # No program can set the ctime. A trainer that renames or unlinks its own name moves it, too.
-            if read_all or status.st_ctime_ns != file.changed_ns:
-                yield file, entry
+            yield read_all or status.st_ctime_ns != file.changed_ns
 
 
 def _is_in_memory(device: int) -> bool:

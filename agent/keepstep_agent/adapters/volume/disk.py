@@ -70,7 +70,8 @@ class VolumeMeter:
         return blocks * _BLOCK_BYTES
 
     def _left_out(self, folder: str, error: OSError) -> None:
-        if not folder:
+        is_too_large = error.errno == errno.EOVERFLOW
+        if not folder and not is_too_large:
             raise error
         if error.errno not in _NOT_OURS and folder not in self._reported:
             self._reported.add(folder)
@@ -78,7 +79,9 @@ class VolumeMeter:
                 "disk.folder_unreadable",
                 folder=f"{self._volume}/{folder.rstrip('/')}",
                 reason=str(error),
-                hint="its contents are not counted; if they are large, give the agent the trainer's UID or GID",
+                hint="what was not read is not counted: keep fewer files on the volume"
+                if is_too_large
+                else "its contents are not counted; if they are large, give the agent the trainer's UID or GID",
             )
 
 

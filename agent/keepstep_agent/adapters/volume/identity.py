@@ -13,14 +13,18 @@ from pathlib import Path
 from typing import Final
 
 from keepstep_agent.adapters.volume.errors import folder_error
-from keepstep_agent.adapters.volume.shared_folders import make_own_folder, make_state_directory, open_state_directory
+from keepstep_agent.adapters.volume.shared_folders import (
+    VOLUME_MODE,
+    make_own_folder,
+    make_state_directory,
+    open_state_directory,
+)
 from keepstep_agent.adapters.volume.shared_volume import open_volume
 from keepstep_agent.core.errors import ErrorKind, KeepstepError
 from keepstep_agent.core.limits import OWNER_BYTES
-from keepstep_api.names import OWNING_DESTINATION, STATE_DIRECTORY
+from keepstep_api.names import ANNOTATION_PREFIX, OWNING_DESTINATION, STATE_DIRECTORY, VOLUME_IDENTITY
 
 _PATH: Final = f"{STATE_DIRECTORY}/{OWNING_DESTINATION}"
-_ID: Final = "volume-id"
 _ID_CHARACTERS: Final = 32
 
 
@@ -39,8 +43,8 @@ def claim(volume: Path, destination: str) -> None:
         raise KeepstepError(
             ErrorKind.BAD_CONFIGURATION,
             f"the volume {volume} belongs to {owner}, not to {wanted}",
-            hint=f"use another --volume, or the destination {owner}; "
-            "or empty the volume if you no longer need anything on it",
+            hint=f"use another --volume (in a pod {ANNOTATION_PREFIX}checkpoint-directory), "
+            f"or the destination {owner}; or empty the volume if you no longer need anything on it",
         )
 
 
@@ -64,18 +68,18 @@ def volume_id(volume: Path, state_directory: Path) -> str:
     try:
         with open_state_directory(volume, state_directory) as folder:
             with contextlib.suppress(FileNotFoundError):
-                return folder.read(_ID, _ID_CHARACTERS).decode("ascii", errors="replace")
+                return folder.read(VOLUME_IDENTITY, _ID_CHARACTERS).decode("ascii", errors="replace")
             made = secrets.token_hex(_ID_CHARACTERS // 2)
-            folder.write_durably(_ID, made.encode())
+            folder.write_durably(VOLUME_IDENTITY, made.encode())
             return made
     except OSError as error:
-        raise folder_error(error, f"cannot keep {state_directory}/{_ID}") from error
+        raise folder_error(error, f"cannot keep {state_directory}/{VOLUME_IDENTITY}") from error
 
 
 def _write(volume: Path, destination: str) -> None:
     aside = f"{OWNING_DESTINATION}-{secrets.token_hex(8)}"
     try:
-        volume.mkdir(parents=True, exist_ok=True)
+        volume.mkdir(VOLUME_MODE, parents=True, exist_ok=True)
         with open_volume(volume) as root, make_own_folder(root) as folder:
             folder.write_durably(aside, f"{destination}\n".encode())
             try:

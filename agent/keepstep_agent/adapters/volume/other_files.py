@@ -46,7 +46,7 @@ class OtherFiles:
                 yield path
 
     def _copy(self, root: Folder, folder: str, announced: str, path: str) -> None:
-        found = resolve_files(self._volume, announced, (path,))[path]
+        found = resolve_files(self._volume, announced, (path,)).source(path)
         try:
             with (
                 root.folder(folder_of(found)) as source,

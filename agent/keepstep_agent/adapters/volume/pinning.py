@@ -8,10 +8,10 @@ import fcntl
 import os
 import stat
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
-from typing import Annotated, Final, Literal
+from typing import Final, Literal
 
 import msgspec
 import structlog
@@ -19,8 +19,10 @@ import structlog
 from keepstep_agent.adapters.volume.errors import volume_error
 from keepstep_agent.adapters.volume.shared_volume import Folder, fingerprint
 from keepstep_agent.core.errors import ErrorKind, RequestError, VolumeError
-from keepstep_agent.core.limits import DESCRIPTOR_BYTES, FILES_PER_RANK, SAVE_BYTES, Count, FileBytes, PathText, Stamp
-from keepstep_agent.core.model import Fingerprint, PinMethod, SourceFile, StagedFile
+from keepstep_agent.core.file_lists import StagedFiles
+from keepstep_agent.core.limits import DESCRIPTOR_BYTES, SAVE_BYTES
+from keepstep_agent.core.model import Fingerprint, PinMethod, SourceFile
+from keepstep_agent.core.stored import checked_json
 from keepstep_agent.core.stored.object_layout import check_file_path
 from keepstep_agent.ports import StagedDescriptor
 
@@ -153,49 +155,31 @@ def let_a_tick_pass(mtime_ns: int) -> None:
 _TOO_LARGE_HINT: Final = "write fewer and larger files, with shorter paths"
 
 
-class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    path: PathText
-    size: FileBytes
-    mtime_ns: Stamp
-    inode: Count
-    private: bool
-    announced: bool
-    changed_ns: Stamp
-
-
 class _Descriptor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     format: Literal[1]
     descriptor: StagedDescriptor
-    files: Annotated[list[_File], msgspec.Meta(min_length=1, max_length=FILES_PER_RANK)]
+    files: StagedFiles
 
 
-def read_descriptor(root: Folder, folder: str) -> tuple[StagedDescriptor, tuple[StagedFile, ...]]:
+def read_descriptor(root: Folder, folder: str) -> tuple[StagedDescriptor, StagedFiles]:
     """Read the descriptor of the pins in `folder`. Raises OSError, and ValueError if it does not describe them."""
     try:
         value = msgspec.json.decode(root.read(f"{folder}.json", DESCRIPTOR_BYTES), type=_Descriptor)
-        for file in value.files:
-            check_file_path(file.path)
+        for path in value.files.paths:
+            check_file_path(path)
     except (RecursionError, RequestError) as error:
         raise ValueError(str(error)) from error
-    size_bytes = sum(file.size for file in value.files)
+    files = value.files
+    if files.folder != folder or not files:
+        raise ValueError(f"it lists {len(files)} pins of {files.folder}")
+    size_bytes = sum(files.sizes_bytes)
     if size_bytes > SAVE_BYTES:
         raise ValueError(f"its files have {size_bytes:,} bytes, more than {SAVE_BYTES:,}")
-    files = tuple(
-        StagedFile(
-            path=file.path,
-            pin=f"{folder}/{file.path}",
-            fingerprint=Fingerprint(size_bytes=file.size, mtime_ns=file.mtime_ns, inode=file.inode),
-            private=file.private,
-            announced=file.announced,
-            changed_ns=file.changed_ns,
-        )
-        for file in value.files
-    )
     _check_sizes(root, files)
     return value.descriptor, files
 
 
-def _check_sizes(root: Folder, files: Sequence[StagedFile]) -> None:
+def _check_sizes(root: Folder, files: StagedFiles) -> None:
     """Raise ValueError unless every pin is a regular file of its recorded size.
 
     The agent keeps lists in memory whose length follows from a size, such as the parts of a file.
@@ -210,33 +194,16 @@ def _check_sizes(root: Folder, files: Sequence[StagedFile]) -> None:
                     raise ValueError(f"the pin of {file.path} has {status.st_size} bytes instead of {file.size_bytes}")
 
 
-def encode_descriptor(descriptor: StagedDescriptor, files: Sequence[StagedFile]) -> bytes:
-    """Encode the descriptor. Raises RequestError if it exceeds the limits under which it can be read again."""
-    content = msgspec.json.encode(
-        _Descriptor(
-            format=1,
-            descriptor=descriptor,
-            files=[
-                _File(
-                    path=file.path,
-                    size=file.fingerprint.size_bytes,
-                    mtime_ns=file.fingerprint.mtime_ns,
-                    inode=file.fingerprint.inode,
-                    private=file.private,
-                    announced=file.announced,
-                    changed_ns=file.changed_ns,
-                )
-                for file in files
-            ],
-        )
-    )
-    size_bytes = sum(file.size_bytes for file in files)
-    for what, count, most in (
-        ("the list of its files", len(content), DESCRIPTOR_BYTES),
-        ("all its files together", size_bytes, SAVE_BYTES),
-    ):
-        if count > most:
-            raise RequestError(
-                ErrorKind.BAD_REQUEST, f"{what} would have {count:,} bytes, more than {most:,}", hint=_TOO_LARGE_HINT
-            )
-    return content
+def encode_descriptor(descriptor: StagedDescriptor, files: StagedFiles) -> Iterator[bytes]:
+    """Yield the encoding in pieces. Raises RequestError if it exceeds the limits under which it can be read again."""
+    _refuse_more("all its files together", sum(files.sizes_bytes), SAVE_BYTES)
+    count = 0
+    for piece in checked_json.pieces(_Descriptor(format=1, descriptor=descriptor, files=files)):
+        count += len(piece)
+        _refuse_more("the list of its files", count, DESCRIPTOR_BYTES)
+        yield piece
+
+
+def _refuse_more(what: str, count: int, most: int) -> None:
+    if count > most:
+        raise RequestError(ErrorKind.BAD_REQUEST, f"{what} would have more than {most:,} bytes", hint=_TOO_LARGE_HINT)

@@ -12,24 +12,50 @@ import stat
 from pathlib import Path
 from typing import Final
 
+from keepstep_agent.adapters.volume.own_entries import (
+    IN_OWN_FOLDER,
+    IN_STATE_DIRECTORY,
+    ON_THE_VOLUME,
+    move_aside_wrong_kinds,
+)
 from keepstep_agent.adapters.volume.shared_volume import Folder, open_volume, path_in
 from keepstep_agent.core.errors import ErrorKind, VolumeError
 from keepstep_api.names import RANKS_DIRECTORY, RECORDS_DIRECTORY, SAVING_DIRECTORY, STATE_DIRECTORY
 
+VOLUME_MODE: Final = 0o755
+"""Of a volume that Keepstep makes: who may rename its entries could replace `.keepstep`, whatever the umask."""
 _OTHERS_WRITE: Final = 0o022
 _OWN_MODE: Final = 0o755
+_ALONE_MODE: Final = 0o700
 _SHARED_BITS: Final = 0o077
 
 
 def make_own_folder(root: Folder) -> Folder:
-    """Make `.keepstep`, writable by its owner only. Narrows a mode left by an earlier version or a wide umask."""
+    """Make `.keepstep`, writable by its owner only. Narrows a mode left by an earlier version or a wide umask.
+
+    What has its name, or one of Keepstep's own names in it, and is of the wrong kind is moved aside.
+    """
+    move_aside_wrong_kinds(root, ON_THE_VOLUME)
     folder = root.make_folder(STATE_DIRECTORY, _OWN_MODE)
     status = os.fstat(folder.descriptor)
     if status.st_uid == os.geteuid() and status.st_mode & _OTHERS_WRITE:
         # Some filesystems have one mode for all files.
         with contextlib.suppress(OSError):
             os.fchmod(folder.descriptor, stat.S_IMODE(status.st_mode) & ~_OTHERS_WRITE)
+    move_aside_wrong_kinds(folder, IN_OWN_FOLDER)
     return folder
+
+
+def limit_own_folder(volume: Path, *, to_owner: bool) -> None:
+    """Let only its owner into `.keepstep`, or everybody again. Blocks; raises OSError.
+
+    Others stay where they may write the volume: they could replace the folder, and one of them may be the trainer.
+    """
+    with open_volume(volume) as root, make_own_folder(root) as folder:
+        is_open = os.fstat(root.descriptor).st_mode & _OTHERS_WRITE
+        # Some filesystems have one mode for all files.
+        with contextlib.suppress(OSError):
+            os.fchmod(folder.descriptor, _ALONE_MODE if to_owner and not is_open else _OWN_MODE)
 
 
 def make_shared_folders(volume: Path, checkpoint_directory: Path) -> None:
@@ -54,14 +80,16 @@ def make_shared_folder(volume: Folder, path: str) -> None:
 def make_state_directory(volume: Path, state_directory: Path) -> None:
     """Make the directory where agent and restore keep their trusted state. Raises VolumeError."""
     try:
-        volume.mkdir(parents=True, exist_ok=True)
-        if state_directory.is_relative_to(volume):
+        volume.mkdir(VOLUME_MODE, parents=True, exist_ok=True)
+        with open_volume(volume) as root:
+            make_own_folder(root).close()
             # Never through a link that the trainer put in its place: it could lead to content of the trainer's choice.
-            with open_volume(volume) as root:
-                make_own_folder(root).close()
+            if state_directory.is_relative_to(volume):
                 root.make_folder(path_in(volume, state_directory), 0o700).close()
-        else:
-            state_directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            else:
+                state_directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with open_state_directory(volume, state_directory) as folder:
+            move_aside_wrong_kinds(folder, IN_STATE_DIRECTORY)
     except OSError as error:
         raise VolumeError(
             ErrorKind.VOLUME_UNUSABLE,

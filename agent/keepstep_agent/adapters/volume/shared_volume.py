@@ -13,12 +13,13 @@ import errno
 import os
 import secrets
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from itertools import islice
 from pathlib import Path
 from typing import Final, Self
 
-from keepstep_agent.core.limits import PATH_LEVELS
+from keepstep_agent.core.limits import FOLDER_ENTRIES, PATH_LEVELS, WALKED_ENTRIES
 from keepstep_agent.core.model import Fingerprint
 
 PARTIAL_SUFFIX: Final = ".partial"
@@ -106,15 +107,18 @@ class Folder:
             raise OSError(errno.EFBIG, f"more than {limit_bytes} bytes", path)
         return content
 
-    def write_durably(self, path: str, content: bytes) -> None:
-        """Replace a file atomically: a reader, or a crash, sees either the old file or the new one."""
+    def write_durably(self, path: str, content: bytes | Iterable[bytes]) -> None:
+        """Replace a file atomically: a reader, or a crash, sees either the old file or the new one.
+
+        `content`: the bytes, or pieces of them.
+        """
         with self._parent(path) as (parent, name):
             partial = name + PARTIAL_SUFFIX
             # An existing one may be a link, or open in another process.
             _unlink(partial, parent)
             descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _FILE_FLAGS, 0o666, dir_fd=parent)
             with open(descriptor, "wb") as file:  # noqa: PTH123 - as above
-                file.write(content)
+                file.writelines([content] if isinstance(content, bytes) else content)
                 file.flush()
                 os.fsync(descriptor)
             os.rename(partial, name, src_dir_fd=parent, dst_dir_fd=parent)
@@ -133,19 +137,39 @@ class Folder:
         return True
 
     def entries(self) -> list["os.DirEntry[str]"]:
-        """Return the entries, sorted by name. Query them while the folder is open, and never follow links."""
+        """Return the entries, sorted by name. Query them while the folder is open, and never follow links.
+
+        Raises EOVERFLOW if there are more than `FOLDER_ENTRIES`: a listing need not end.
+        """
         with os.scandir(self.descriptor) as entries:
-            return sorted(entries, key=lambda entry: entry.name)
+            found = sorted(islice(entries, FOLDER_ENTRIES + 1), key=lambda entry: entry.name)
+        if len(found) > FOLDER_ENTRIES:
+            raise OSError(errno.EOVERFLOW, f"more than {FOLDER_ENTRIES:,} files in one folder")
+        return found
 
     def walk(
-        self, on_error: Callable[[str, OSError], None] | None = None, prefix: str = "", depth: int = PATH_LEVELS
+        self, on_error: Callable[[str, OSError], None] | None = None
     ) -> Iterator[tuple[str, "Folder", list["os.DirEntry[str]"]]]:
         """Yield, for each folder from here down, the prefix of its entries' paths, the folder and its entries.
 
         A folder is open until the walk is past it and all below it. Links are entries like files. A folder that cannot
-        be listed, or is `depth` levels below this one, is passed to `on_error` by its prefix; without `on_error` it
-        raises.
+        be listed, or is more than `PATH_LEVELS` levels below this one, is passed to `on_error` by its prefix; without
+        `on_error` it raises. So is this one, by an empty prefix, if the walk ends at `WALKED_ENTRIES`.
         """
+        counted = 0
+        for prefix, folder, entries in self._walk(on_error, "", PATH_LEVELS):
+            counted += 1 + len(entries)
+            if counted > WALKED_ENTRIES:
+                error = OSError(errno.EOVERFLOW, f"more than {WALKED_ENTRIES:,} files and folders")
+                if on_error is None:
+                    raise error
+                on_error("", error)
+                return
+            yield prefix, folder, entries
+
+    def _walk(
+        self, on_error: Callable[[str, OSError], None] | None, prefix: str, depth: int
+    ) -> Iterator[tuple[str, "Folder", list["os.DirEntry[str]"]]]:
         try:
             entries = self.entries()
             if not depth:
@@ -168,7 +192,11 @@ class Folder:
                 on_error(below, error)
                 continue
             with folder:
-                yield from folder.walk(on_error, below, depth - 1)
+                yield from folder._walk(on_error, below, depth - 1)
+
+    def shown(self, path: str) -> str:
+        """Return the absolute path of an entry, for a message."""
+        return str(Path(f"/proc/self/fd/{self.descriptor}").readlink() / path)
 
     def read_link(self, path: str) -> str:
         with self._parent(path) as (parent, name):

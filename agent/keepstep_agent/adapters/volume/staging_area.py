@@ -20,19 +20,22 @@ the pins; nothing in it leads anywhere else.
 
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import groupby
+from itertools import chain, groupby, repeat
 from pathlib import Path
 from typing import Final
 
 import structlog
 
 from keepstep_agent.adapters.output.output_directories import OutputDirectories
-from keepstep_agent.adapters.volume.announced_files import resolve_files, resolve_path
+from keepstep_agent.adapters.volume.announced_files import AnnouncedFiles, resolve_files, resolve_path
 from keepstep_agent.adapters.volume.content_check import check_sent, content_signature, rewritten_in_place
 from keepstep_agent.adapters.volume.disk import Reserve
 from keepstep_agent.adapters.volume.errors import volume_error
+from keepstep_agent.adapters.volume.memory_room import ManifestShare, MemoryRoom
 from keepstep_agent.adapters.volume.other_files import OtherFiles
 from keepstep_agent.adapters.volume.pinning import Pinner, encode_descriptor, let_a_tick_pass, read_descriptor
 from keepstep_agent.adapters.volume.shared_volume import (
@@ -41,11 +44,13 @@ from keepstep_agent.adapters.volume.shared_volume import (
     fingerprint,
     open_volume,
 )
-from keepstep_agent.adapters.volume.syncing import folder_of, sync_all
+from keepstep_agent.adapters.volume.syncing import folder_of, sync_files, sync_folders
 from keepstep_agent.core.errors import ErrorKind, KeepstepError, RequestError, VolumeError
+from keepstep_agent.core.file_lists import PathList, StagedFiles, staged_files
 from keepstep_agent.core.limits import FILES_PER_RANK
 from keepstep_agent.core.model import RankManifest, SourceFile, StagedFile
 from keepstep_agent.core.stored.commit import DIFFERENT_FILES_HINT
+from keepstep_agent.core.stored.manifest import expected_manifest_bytes
 from keepstep_agent.core.stored.object_layout import check_token
 from keepstep_agent.ports import StagedDescriptor, StageRequest
 from keepstep_api.names import STAGED_DIRECTORY, STATE_DIRECTORY
@@ -69,10 +74,11 @@ class LocalStagingArea:
         self._pinner = Pinner(volume)
         self._others = OtherFiles(volume, self._pinner)
         self._reserve = Reserve(volume)
+        self._room = MemoryRoom()
 
     def make_durable(self, path: str, files: Sequence[str]) -> None:
         try:
-            found = list(resolve_files(self._volume, path, files).values())
+            found = resolve_files(self._volume, path, files).sources
         except KeepstepError:
             return  # staging reports what is wrong
         folders = {folder_of(file) for file in found}
@@ -80,13 +86,14 @@ class LocalStagingArea:
         folders |= {folder_of(folder) for folder in folders}
         try:
             with open_volume(self._volume) as root:
-                sync_all(self._volume, root, found, sorted(folders))
+                deque(sync_files(self._volume, found), maxlen=0)
+                sync_folders(root, sorted(folders))
         except FileNotFoundError:
             return  # as above
         except OSError as error:
             raise volume_error(error, f"cannot make {path} durable") from error
 
-    def stage(self, request: StageRequest) -> tuple[StagedFile, ...]:
+    def stage(self, request: StageRequest) -> StagedFiles:
         left_out: dict[str, str] = {}
         if request.sources is not None:
             return self._stage(request, left_out)
@@ -111,7 +118,7 @@ class LocalStagingArea:
         self._refuse_other_bytes(request, files)
         return files
 
-    def _stage_with_reserve(self, request: StageRequest, left_out: dict[str, str]) -> tuple[StagedFile, ...]:
+    def _stage_with_reserve(self, request: StageRequest, left_out: dict[str, str]) -> StagedFiles:
         try:
             return self._stage(request, left_out)
         except VolumeError as error:
@@ -120,7 +127,7 @@ class LocalStagingArea:
                 raise
         return self._stage(request, left_out)
 
-    def _stage(self, request: StageRequest, left_out: dict[str, str]) -> tuple[StagedFile, ...]:
+    def _stage(self, request: StageRequest, left_out: dict[str, str]) -> StagedFiles:
         """As `stage`. `left_out` gets each of the others that was not copied, with the reason."""
         save = _save_folder(request.save)
         folder = f"{save}/rank-{request.rank:05d}"
@@ -128,12 +135,17 @@ class LocalStagingArea:
             with open_volume(self._volume) as root:
                 staged = self._staged_before(root, folder)
                 if staged is not None:
+                    self._room.note(folder, _share_of(staged.paths, len(staged)))
                     return staged
                 if request.sources is not None:
+                    named = chain(request.kept, (file.path for file in request.sources))
+                    share = _share_of(named, len(request.kept) + len(request.sources), is_snapshot=True)
+                    self._room.take(folder, share, request.path)
                     return self._stage_sources(root, folder, request.sources, request.descriptor)
                 sources = resolve_files(self._volume, request.path, request.files)
-                announced = resolve_path(self._volume, request.path)
+                self._room.take(folder, _share_of(sources.paths, len(sources)), request.path)
                 try:
+                    announced = resolve_path(self._volume, request.path)
                     files = self._pin_all(root, folder, sources, announced, request, left_out)
                     if request.signatures and (
                         content_signature(self._volume, request.path, request.files) not in request.signatures
@@ -153,32 +165,38 @@ class LocalStagingArea:
 
     def _stage_sources(
         self, root: Folder, folder: str, sources: Sequence[SourceFile], descriptor: StagedDescriptor
-    ) -> tuple[StagedFile, ...]:
+    ) -> StagedFiles:
         """Pin files of the output directories. A snapshot that only leaves files out has none.
 
         A file that was deleted or written to since it was looked at is left out, with its group.
         """
         if not sources:
-            return ()
+            return staged_files(())
         try:
             root.remove(folder)
-            folders = _make_folders(root, folder, [file.path for file in sources])
-            private, changed = self._pin_sources(root, folder, sources)
-            if not private:
+            folders = _make_folders(root, folder, (file.path for file in sources))
+            positions, private, changed = self._pin_sources(root, folder, sources)
+            if not positions:
                 raise next(iter(changed.values()))
-            found = sync_all(self._volume, root, [f"{folder}/{path}" for path in private], folders)
-            files = {file.path: file for file in _staged_files(folder, private, found)}
-            for file in sources:
-                if file.path in files and not private[file.path] and files[file.path].fingerprint != file.fingerprint:
-                    changed[file.path] = rewritten_in_place(file.path)
-            groups = {file.group for file in sources if file.path in changed} - {None}
-            left_out = {file.path for file in sources if file.path in changed or file.group in groups}
-            pinned = tuple(file for path, file in files.items() if path not in left_out)
-            if not pinned:
-                raise next(iter(changed.values()))
-            if left_out:
-                for path in left_out & private.keys():
-                    root.unlink(f"{folder}/{path}")
+            synced = self._synced(folder, PathList(sources[position].path for position in positions), private)
+
+            def compared() -> Iterator[StagedFile]:
+                for file, position in zip(synced, positions, strict=True):
+                    if not file.private and file.fingerprint != sources[position].fingerprint:
+                        changed[file.path] = rewritten_in_place(file.path)
+                    yield file
+
+            pinned = staged_files(compared())
+            sync_folders(root, folders)
+            if changed:
+                groups = {file.group for file in sources if file.path in changed} - {None}
+                left_out = {file.path for file in sources if file.path in changed or file.group in groups}
+                synced_files, pinned = pinned, staged_files(file for file in pinned if file.path not in left_out)
+                if not pinned:
+                    raise next(iter(changed.values()))
+                for file in synced_files:
+                    if file.path in left_out:
+                        root.unlink(file.pin)
                 _log.info("snapshot.files_changed", count=len(left_out), first=min(left_out))
             let_a_tick_pass(_newest_link_ns(pinned))
             root.write_durably(f"{folder}.json", encode_descriptor(descriptor, pinned))
@@ -189,28 +207,32 @@ class LocalStagingArea:
 
     def _pin_sources(
         self, root: Folder, folder: str, sources: Sequence[SourceFile]
-    ) -> tuple[dict[str, bool], dict[str, VolumeError]]:
-        """Pin what is as it was looked at. Return which pins have their own inodes, and why others are missing."""
-        private: dict[str, bool] = {}
+    ) -> tuple["array[int]", bytearray, dict[str, VolumeError]]:
+        """Pin what is as it was looked at.
+
+        Return the positions of what is pinned, whether each pin has its own inode, and why others are missing.
+        """
+        positions, private = array("I"), bytearray()
         changed: dict[str, VolumeError] = {}
-        for above, together in groupby(sources, key=lambda file: folder_of(file.path)):
+        for above, together in groupby(enumerate(sources), key=lambda one: folder_of(one[1].path)):
             try:
                 source = self._output.folder(above)
             except OSError as error:
-                changed |= {file.path: volume_error(error, f"cannot open {file.path}") for file in together}
+                changed |= {file.path: volume_error(error, f"cannot open {file.path}") for _, file in together}
                 continue
             with source, root.folder(f"{folder}/{above}") as target:
-                for file in together:
+                for position, file in together:
                     try:
-                        private[file.path] = self._pinner.pin_source(source, file, target)
+                        private.append(self._pinner.pin_source(source, file, target))
+                        positions.append(position)
                     except VolumeError as error:
                         if error.kind is ErrorKind.DISK_FULL:
                             raise
                         target.unlink(file.path.rpartition("/")[2])
                         changed[file.path] = error
-        return private, changed
+        return positions, private, changed
 
-    def _staged_before(self, root: Folder, folder: str) -> tuple[StagedFile, ...] | None:
+    def _staged_before(self, root: Folder, folder: str) -> StagedFiles | None:
         try:
             return read_descriptor(root, folder)[1]
         except FileNotFoundError:
@@ -224,26 +246,45 @@ class LocalStagingArea:
         self,
         root: Folder,
         folder: str,
-        sources: Mapping[str, str],
+        sources: AnnouncedFiles,
         announced: str,
         request: StageRequest,
         left_out: dict[str, str],
-    ) -> tuple[StagedFile, ...]:
+    ) -> StagedFiles:
         # Remove what a killed stage left: without a descriptor it is not staged.
         root.remove(folder)
-        folders = _make_folders(root, folder, sources)
-        private = dict(zip(sources, self._pin_each(root, folder, sources, request), strict=True))
+        folders = _make_folders(root, folder, sources.paths)
+        private = bytes(self._pin_each(root, folder, sources, request))
         copies = list(self._others.copy(root, folder, request, FILES_PER_RANK - len(sources), left_out))
         if copies:
             folders = list(dict.fromkeys([*folders, *_make_folders(root, folder, copies)]))
-            private |= dict.fromkeys(copies, True)
-        found = sync_all(self._volume, root, [f"{folder}/{path}" for path in private], folders)
-        of_announced = {path for path, source in sources.items() if source == announced}
-        files = tuple(_staged_files(folder, private, found, of_announced))
+        is_one_file = len(sources) == 1 and sources.source(sources.paths[0]) == announced
+        files = staged_files(
+            chain(
+                self._synced(folder, sources.paths, private, announced=sources.paths[0] if is_one_file else ""),
+                self._synced(folder, PathList(copies), repeat(True, len(copies))),
+            )
+        )
+        sync_folders(root, folders)
         let_a_tick_pass(_newest_link_ns(files))
         return files
 
-    def _pin_each(self, root: Folder, folder: str, sources: Mapping[str, str], request: StageRequest) -> Iterator[bool]:
+    def _synced(
+        self, folder: str, paths: PathList, private: Iterable[bool | int], announced: str = ""
+    ) -> Iterator[StagedFile]:
+        """Make pins in a folder durable, and yield what was pinned. `announced` is the checkpoint itself."""
+        synced = sync_files(self._volume, paths.below(folder))
+        for path, is_private, (pinned, changed_ns) in zip(paths, private, synced, strict=True):
+            yield StagedFile(
+                path=path,
+                pin=f"{folder}/{path}",
+                fingerprint=pinned,
+                private=bool(is_private),
+                announced=path == announced,
+                changed_ns=changed_ns,
+            )
+
+    def _pin_each(self, root: Folder, folder: str, sources: AnnouncedFiles, request: StageRequest) -> Iterator[bool]:
         """Pin each file, in order, and yield whether the pin has its own inode.
 
         Neighbouring files of one folder share one opening of it.
@@ -252,7 +293,7 @@ class LocalStagingArea:
         def folders_of(item: tuple[str, str]) -> tuple[str, str]:
             return folder_of(item[0]), folder_of(item[1])
 
-        for (above, source_above), together in groupby(sources.items(), key=folders_of):
+        for (above, source_above), together in groupby(sources, key=folders_of):
             with root.folder(source_above) as source, root.folder(f"{folder}/{above}".rstrip("/")) as target:
                 for path, found in together:
                     name = found.rpartition("/")[2]
@@ -262,7 +303,7 @@ class LocalStagingArea:
                     )
                     yield self._pinner.pin(source, name, target, path.rpartition("/")[2], private=private)
 
-    def _refuse_other_bytes(self, request: StageRequest, files: Sequence[StagedFile]) -> None:
+    def _refuse_other_bytes(self, request: StageRequest, files: StagedFiles) -> None:
         """Raise CONTRADICTION if another rank of the save has different bytes under one of these paths.
 
         Both would go to the same key. Call it after writing this rank's descriptor: then of two ranks that are staged
@@ -288,7 +329,7 @@ class LocalStagingArea:
         except OSError as error:
             raise volume_error(error, f"cannot compare the ranks of save {request.save}") from error
 
-    def check(self, save: str, rank: int, files: Sequence[StagedFile]) -> None:
+    def check(self, save: str, rank: int, files: StagedFiles) -> None:
         what = f"pinned file of save {save}, rank {rank}"
         try:
             with open_volume(self._volume) as root:
@@ -301,7 +342,7 @@ class LocalStagingArea:
         except OSError as error:
             raise volume_error(error, what) from error
 
-    def check_sent(self, manifest: RankManifest, files: Sequence[StagedFile], *, may_read: Callable[[], bool]) -> None:
+    def check_sent(self, manifest: RankManifest, files: StagedFiles, *, may_read: Callable[[], bool]) -> None:
         check_sent(self._volume, manifest, files, may_read)
 
     def release(self, save: str) -> None:
@@ -321,10 +362,12 @@ class LocalStagingArea:
                 root.remove(folder)
         except OSError as error:
             raise volume_error(error, f"cannot release {folder}") from error
+        finally:
+            self._room.give_back(folder)
 
-    def scan(self) -> Iterable[tuple[StagedDescriptor, tuple[StagedFile, ...]]]:
+    def scan(self, may_read: Callable[[str], bool] = lambda _: True) -> Iterable[tuple[StagedDescriptor, StagedFiles]]:
         """See `ports.StagingArea.scan`. It also removes what a killed stage left. Call it before the first `stage`."""
-        found: list[tuple[StagedDescriptor, tuple[StagedFile, ...]]] = []
+        found: list[tuple[StagedDescriptor, StagedFiles]] = []
         try:
             with open_volume(self._volume) as root:
                 try:
@@ -333,22 +376,25 @@ class LocalStagingArea:
                     return found
                 with staged:
                     for entry in staged.entries():
-                        if entry.is_dir(follow_symlinks=False):
+                        if entry.is_dir(follow_symlinks=False) and may_read(entry.name):
                             found += self._scan_save(root, f"{_ROOT}/{entry.name}")
                             staged.remove_if_empty(entry.name)
         except OSError as error:
             raise volume_error(error, f"cannot scan {self._volume}/{_ROOT}") from error
         return found
 
-    def _scan_save(self, root: Folder, save: str) -> Iterator[tuple[StagedDescriptor, tuple[StagedFile, ...]]]:
+    def _scan_save(self, root: Folder, save: str) -> Iterator[tuple[StagedDescriptor, StagedFiles]]:
         with root.folder(save) as folder:
             names = [entry.name for entry in folder.entries()]
             for name in names:
                 if name.endswith(PARTIAL_SUFFIX):
                     folder.remove(name)
                 elif name.endswith(".json"):
+                    pins = f"{save}/{name.removesuffix('.json')}"
                     try:
-                        yield read_descriptor(root, f"{save}/{name.removesuffix('.json')}")
+                        described, files = read_descriptor(root, pins)
+                        self._room.note(pins, _share_of(files.paths, len(files)))
+                        yield described, files
                     except (OSError, ValueError) as error:
                         _log.error("staging.descriptor_unreadable", path=f"{save}/{name}", reason=str(error))
                 elif f"{name}.json" not in names:
@@ -356,6 +402,7 @@ class LocalStagingArea:
                     folder.remove(name)
 
     def _undo(self, root: Folder, folder: str) -> None:
+        self._room.give_back(folder)
         try:
             root.remove(folder)
             root.unlink(f"{folder}.json{PARTIAL_SUFFIX}")
@@ -364,6 +411,11 @@ class LocalStagingArea:
             pass  # nothing had been made
         except OSError as error:
             _log.error("staging.leftover_kept", path=folder, reason=str(error))
+
+
+def _share_of(paths: Iterable[str], count: int, *, is_snapshot: bool = False) -> ManifestShare:
+    size_bytes = expected_manifest_bytes(paths, is_snapshot=is_snapshot)
+    return ManifestShare(files=count, size_bytes=size_bytes, is_snapshot=is_snapshot)
 
 
 def _save_folder(save: str) -> str:
@@ -382,24 +434,10 @@ def _make_folders(root: Folder, folder: str, sources: Iterable[str]) -> list[str
     return [*needed, folder.rpartition("/")[0], _ROOT, STATE_DIRECTORY, ""]
 
 
-def _staged_files(
-    folder: str, private: Mapping[str, bool], statuses: Iterable[os.stat_result], announced: Collection[str] = ()
-) -> Iterator[StagedFile]:
-    """Yield what was pinned in a folder. The paths in `announced` are the checkpoint itself."""
-    for (path, is_private), status in zip(private.items(), statuses, strict=True):
-        yield StagedFile(
-            path=path,
-            pin=f"{folder}/{path}",
-            fingerprint=fingerprint(status),
-            private=is_private,
-            announced=path in announced,
-            changed_ns=status.st_ctime_ns,
-        )
-
-
-def _newest_link_ns(files: Iterable[StagedFile]) -> int:
+def _newest_link_ns(files: StagedFiles) -> int:
     """Return the newest mtime of the files that share their inode with the trainer's."""
-    return max((file.fingerprint.mtime_ns for file in files if not file.private), default=0)
+    times = zip(files.mtimes_ns, files.private, strict=True)
+    return max((mtime_ns for mtime_ns, private in times if not private), default=0)
 
 
 def _differ(root: Folder, pin: str, other: str) -> bool:

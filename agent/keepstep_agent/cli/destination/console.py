@@ -4,7 +4,6 @@ import ipaddress
 import re
 from ipaddress import IPv4Network, IPv6Network
 from pathlib import Path
-from typing import Final
 
 import click
 
@@ -13,8 +12,6 @@ from keepstep_agent.cli.quantities import duration, host_and_port
 from keepstep_agent.cli.store_options import destination_options
 from keepstep_agent.core.errors import ErrorKind, KeepstepError
 from keepstep_agent.core.settings.values import Settings
-
-_MOST_TOKEN_BYTES: Final = 4096
 
 
 def _networks(
@@ -51,7 +48,7 @@ def _refresh(context: click.Context, parameter: click.Parameter, value: str) -> 
 @click.option(
     "--token-file",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="File with the token that lets people in: they give it once in a form.",
+    help="File with the token that lets people in: they give it once in a form. A new token counts within seconds.",
 )
 @click.option(
     "--user-header",
@@ -99,15 +96,15 @@ def console(
     docs/console.md says more.
     """
     with errors_reported():
-        token = "" if token_file is None else _token(token_file)
         # Imported here, so that the other commands do not wait for a web server to load.
         import uvloop
 
-        from keepstep_agent.console.access import is_loopback
+        from keepstep_agent.console.access import is_loopback, read_token
         from keepstep_agent.console.server import serve_console
         from keepstep_agent.console.settings import ConsoleSettings
         from keepstep_agent.runtime.engine.logs import configure_logs
 
+        token = "" if token_file is None else read_token(token_file)
         here = is_loopback(address[0])
         if not here and not token and not user_header:
             raise _open_to_all(
@@ -126,6 +123,8 @@ def console(
             destination=settings.store.destination,
             address=address,
             token=token,
+            # What is no file, such as a pipe, can be read once.
+            token_file=token_file if token_file and token_file.is_file() else None,
             user_header=user_header,
             trusted_proxies=trusted_proxies,
             refresh_seconds=refresh_every,
@@ -141,27 +140,6 @@ def _tell(address: tuple[str, int]) -> None:
 
 def _networks_of_this_machine() -> tuple[IPv4Network | IPv6Network, ...]:
     return IPv4Network("127.0.0.0/8"), IPv6Network("::1/128")
-
-
-def _token(file: Path) -> str:
-    from keepstep_agent.console.settings import LEAST_TOKEN_CHARACTERS
-
-    try:
-        with file.open("rb") as content:
-            token = content.read(_MOST_TOKEN_BYTES).decode().strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise KeepstepError(
-            ErrorKind.BAD_CONFIGURATION,
-            f"--token-file {file}: {error}",
-            hint="make it with: openssl rand -hex 32",
-        ) from error
-    if len(token) < LEAST_TOKEN_CHARACTERS:
-        raise KeepstepError(
-            ErrorKind.BAD_CONFIGURATION,
-            f"--token-file {file}: the token has {len(token)} characters, fewer than {LEAST_TOKEN_CHARACTERS}",
-            hint="make it with: openssl rand -hex 32",
-        )
-    return token
 
 
 def _open_to_all(message: str, hint: str) -> KeepstepError:

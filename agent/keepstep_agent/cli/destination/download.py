@@ -14,7 +14,7 @@ import click
 
 from keepstep_agent.adapters.volume.errors import volume_error
 from keepstep_agent.adapters.volume.shared_volume import open_volume
-from keepstep_agent.catalog.markers import list_committed, list_step, list_weights_only
+from keepstep_agent.catalog.markers import list_committed, list_step, list_weights_only, with_last_commits
 from keepstep_agent.catalog.reading import CommittedCheckpoint, load
 from keepstep_agent.cli.formatting import progress_line
 from keepstep_agent.cli.store_options import destination_options
@@ -104,7 +104,7 @@ async def _chosen(
     store: StoreReader, settings: Settings, step: int | None, save: str | None, *, weights_only: bool
 ) -> CommittedSave:
     listed = await (list_committed(store) if step is None else list_step(store, step))
-    committed = last_line([one for one in listed if save in {None, one.save}])
+    committed = last_line(await with_last_commits(store, [one for one in listed if save in {None, one.save}]))
     left = [one for one in await list_weights_only(store, step=step) if save in {None, one.save}]
     if committed:
         # With both markers, because a prune was interrupted or overtaken, its optimizer's files may be gone.

@@ -1,22 +1,23 @@
 """Announcements: which ones are refused, and how an accepted one becomes a queue of files to upload.
 
 An announcement is checked before it is journaled, so a refusal changes nothing. Only this module creates `Checkpoint`,
-`RankContribution` and `FileProgress`.
+`RankContribution` and `RankFiles`.
 """
 
 from collections.abc import Iterator
+from itertools import compress
 
 from keepstep_agent.core.agent import upload_queue
-from keepstep_agent.core.agent.checkpoint import Checkpoint, FileProgress, PackProgress, RankContribution
+from keepstep_agent.core.agent.checkpoint import Checkpoint, RankContribution, RankFiles
 from keepstep_agent.core.agent.commands import Command, Record
 from keepstep_agent.core.agent.events import Announced, Failed, Staged
 from keepstep_agent.core.agent.lifecycle import Trigger
 from keepstep_agent.core.agent.state import State
 from keepstep_agent.core.errors import ErrorKind, RequestError
+from keepstep_agent.core.file_lists import StagedFiles
 from keepstep_agent.core.limits import LOCAL_RANKS
-from keepstep_agent.core.model import PackPlace, Phase, StagedFile
+from keepstep_agent.core.model import Phase, StagedFile
 from keepstep_agent.core.stored.object_layout import check_file_path, check_token
-from keepstep_agent.core.stored.packs_and_parts import part_size_for, plan, plan_packs
 
 
 def known_announcement(state: State, event: Announced) -> Checkpoint | None:
@@ -157,10 +158,13 @@ def announced(state: State, event: Announced) -> None:
         state.checkpoints.pop(save, None)
         state.checkpoints[save] = checkpoint
         state.next_sequence += 1
+    elif event.rank in checkpoint.contributions:
+        # It was announced again while its records were not read.
+        return
     else:
         checkpoint.move(Trigger.RANK_ANNOUNCED)
     checkpoint.contributions[event.rank] = RankContribution(announced=event)
-    checkpoint.manifest_stored = False
+    checkpoint.manifest_stored, checkpoint.least_left = False, None
     state.begun.pop(save, None)
 
 
@@ -173,40 +177,27 @@ def staged(state: State, checkpoint: Checkpoint, event: Staged) -> Iterator[Comm
     if checkpoint.phase is Phase.ANNOUNCED and lead.announced.recorded_at is not None:
         # As after a restart: an earlier agent may have stored some of it, or even have committed it.
         checkpoint.reconciled, checkpoint.may_have_orphans = False, True
-    packs = plan_packs(event.files, event.pack_size_bytes)
-    places = {
-        file.path: PackPlace(number=pack.number, offset_bytes=offset_bytes)
-        for pack in packs
-        for file, offset_bytes in zip(pack.files, pack.offsets_bytes, strict=True)
-    }
-    lead.packs = [PackProgress(pack) for pack in packs]
-    for file in event.files:
-        part_size_bytes = part_size_for(file.size_bytes, event.part_size_bytes)
-        progress = FileProgress(
-            file=file,
-            part_size_bytes=part_size_bytes,
-            parts=plan(file.size_bytes, part_size_bytes),
-            place=places.get(file.path),
-        )
-        lead.files[file.path] = progress
-        checkpoint.size_bytes += file.size_bytes
+    files = event.files
+    lead.files = RankFiles(files, part_size_bytes=event.part_size_bytes, pack_size_bytes=event.pack_size_bytes)
+    checkpoint.size_bytes += sum(files.sizes_bytes)
+    checkpoint.file_count += len(files)
     upload_queue.enqueue_contribution(checkpoint, lead)
     came_before = state.staged_from(lead.announced.path, before=checkpoint) is not None
-    state.link(checkpoint, lead)
+    state.note_staged(checkpoint, lead)
     others = set(lead.announced.others)
-    was_copied = any(file.private and file.path not in others for file in event.files)
+    copied = compress(files.paths, files.private)
+    was_copied = any(path not in others for path in copied)
     if came_before and not checkpoint.info.is_snapshot and was_copied:
         # An earlier checkpoint was pinned from this path, and its files were rewritten in place. Other paths of the
         # series were not seen to be. A first copy proves nothing, because some volumes cannot link at all.
         state.rewritten_paths.add(lead.announced.path)
-    lead.unstored_count = len(lead.files)
-    checkpoint.file_count += len(lead.files)
     if lead.shares_directory:
         # The first of the ranks contributes the files of the directory that they share; the others contribute none.
         for contribution in checkpoint.contributions.values():
             contribution.staged |= contribution.announced.path == lead.announced.path
     if not checkpoint.info.is_snapshot:
         state.recent_sizes_bytes.append(checkpoint.size_bytes)
+    checkpoint.least_left = None
     checkpoint.move(Trigger.RANK_STAGED)
 
 
@@ -229,10 +220,29 @@ def _fail_rewritten(state: State, checkpoint: Checkpoint, event: Staged) -> Iter
 
 def _rewritten_files(state: State, checkpoint: Checkpoint, event: Staged) -> list[tuple[Checkpoint, StagedFile]]:
     """Return each other checkpoint with one of its files that was rewritten in place before it was stored."""
-    found: dict[str, StagedFile] = {}
-    for file in event.files:
-        for save, linked in () if file.private else state.links_to(file.fingerprint.inode):
-            if save != checkpoint.info.save and not linked.stored and linked.file.fingerprint != file.fingerprint:
-                found.setdefault(save, linked.file)
-    others = sorted((state.checkpoints[save] for save in found), key=lambda other: other.sequence)
-    return [(other, found[other.info.save]) for other in others]
+    if not state.may_be_linked(event.files):
+        return []
+    now = {inode: stamp for _, inode, stamp in _linked_stamps(event.files)}
+    rewritten = []
+    for other in state.unfinished.values():
+        for files in (contribution.files for contribution in other.contributions.values() if other is not checkpoint):
+            if now.keys().isdisjoint(files.pinned.inodes):
+                continue
+            changed = (
+                position
+                for position, inode, stamp in _linked_stamps(files.pinned)
+                if now.get(inode, stamp) != stamp and not files.is_stored(position)
+            )
+            first = next(changed, None)
+            if first is not None:
+                rewritten.append((other, files.pinned[first]))
+                break
+    return sorted(rewritten, key=lambda found: found[0].sequence)
+
+
+def _linked_stamps(files: StagedFiles) -> Iterator[tuple[int, int, tuple[int, int]]]:
+    """Yield (position, inode, (size, mtime)) of the files that share their inode with the trainer's."""
+    columns = zip(files.inodes, files.private, files.sizes_bytes, files.mtimes_ns, strict=True)
+    for position, (inode, private, size_bytes, mtime_ns) in enumerate(columns):
+        if not private:
+            yield position, inode, (size_bytes, mtime_ns)

@@ -1,7 +1,8 @@
 """A circuit breaker for the store: while the store as a whole is unavailable, one request at a time probes it.
 
 Owns that judgement and the pauses between probes; knows nothing of what is sent. A single failure among successes
-concerns only its own request. Two in a row without an answer in between mean that the store is unavailable ("away").
+concerns only its own request. Two in a row without an answer in between mean that the store is unavailable ("away"),
+unless the store answers both times, with an error about the same piece of work.
 Then one request goes out after each pause. Every piece of work has its turn, so that one that always fails does not
 hide that the others would succeed.
 """
@@ -44,6 +45,7 @@ class CircuitBreaker:
     next_at: float = 0.0
     opened_at: float = 0.0
     _failures_in_a_row: int = 0
+    _last_failed: WorkId | None = None
     _pauses: int = 0
     _asking: WorkId | None = None
     # Work that failed during this outage and waits until all other work had its turn.
@@ -73,7 +75,10 @@ class CircuitBreaker:
         if work.operation in STAYS_HERE or kind not in STORE_WIDE:
             return
         was_open = self.is_open
+        if not was_open and kind is ErrorKind.STORE_FAILED and work == self._last_failed:
+            return
         self._failures_in_a_row += 1
+        self._last_failed = work
         if not self.is_open:
             return
         self._had_their_turn.add(work)
@@ -95,5 +100,5 @@ class CircuitBreaker:
     def is_over(self) -> None:
         """End the outage: the store has answered, or the outage does not matter any more."""
         self._failures_in_a_row = self._pauses = 0
-        self._asking = None
+        self._asking = self._last_failed = None
         self._had_their_turn.clear()

@@ -9,7 +9,9 @@ from typing import TypeGuard
 
 from keepstep_agent.core.agent.events import Announced, Failed, NewsDue, Shed
 from keepstep_agent.core.agent.work import WorkId
-from keepstep_agent.core.model import AnnouncementTime, Pack, RankManifest, Region, SaveInfo, StagedFile
+from keepstep_agent.core.file_lists import StagedFiles
+from keepstep_agent.core.model import AnnouncementTime, RankManifest, Region, SaveInfo, StagedFile
+from keepstep_agent.core.stored.packs_and_parts import Pack
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +59,7 @@ class Reconcile(_OfWork):
 
     info: SaveInfo
     announced_at: tuple[tuple[int, AnnouncementTime], ...]
-    staged: tuple[tuple[int, tuple[StagedFile, ...]], ...]
+    staged: tuple[tuple[int, StagedFiles], ...]
     unfinished: tuple[KnownFile, ...]
 
 
@@ -107,7 +109,7 @@ class CheckSent(_OfWork):
     """Compare a rank's pins with what was sent, a last time. Ends in SentChecked."""
 
     manifest: RankManifest
-    pins: tuple[StagedFile, ...]
+    pins: StagedFiles
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,6 +172,11 @@ class Prune(_OfWork):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Recall(_OfWork):
+    """Read the records of a save that was set aside while the agent started. Ends in Recalled."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CancelWork(_OfWork):
     """Stop a transfer. It ends in WorkCancelled unless it ended before."""
 
@@ -226,6 +233,7 @@ WorkCommand = (
     | Release
     | Abandon
     | Prune
+    | Recall
 )
 Command = WorkCommand | CancelWork | Record | RequestSave | LiftBandwidthCap | CancelTermination | Exit
 

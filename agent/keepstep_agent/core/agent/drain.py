@@ -19,6 +19,10 @@ _FLOOR_AFTER_SIGTERM_SECONDS: Final = 2.0
 # Time to write the last log line and exit before SIGKILL.
 _EXIT_MARGIN_SECONDS: Final = 0.6
 _LAPSES_AFTER_SECONDS: Final = 60.0
+# How long a drain without a deadline goes on trying what is refused, as keys may just be renewed; and how long it waits
+# for other agents when it has stored all of its own.
+_REFUSED_SECONDS: Final = 10.0
+_OTHERS_SECONDS: Final = 3600.0
 
 
 def deadline(state: State) -> float | None:
@@ -77,11 +81,12 @@ def waiting_for_save(state: State) -> bool:
 def newest_possible(state: State) -> Checkpoint | None:
     """Return the newest checkpoint that may become durable. One whose ranks died before they announced cannot.
 
+    Nor one that is set aside, as long as anything else is left to do.
     A snapshot only if the newest announced checkpoint needs nothing any more.
     """
     newest = None
     for checkpoint in reversed(state.checkpoints.values()):
-        if checkpoint.phase in LOST_PHASES or not _can_be_complete(state, checkpoint):
+        if checkpoint.phase in LOST_PHASES or checkpoint.held_back or not _can_be_complete(state, checkpoint):
             continue
         newest = newest or checkpoint
         if not checkpoint.info.is_snapshot:
@@ -98,6 +103,12 @@ def _can_be_complete(state: State, checkpoint: Checkpoint) -> bool:
         local_rank for local_rank in state.alive_ranks if state.ranks.get(local_rank) not in checkpoint.contributions
     }
     return not state.termination.trainers_gone and len(may_come) >= missing
+
+
+def may_be_tried(state: State, work: str) -> bool:
+    """Whether work that is set aside may be tried again: an agent that was told to stop tries it once and no more."""
+    suspect = state.suspects.get(work)
+    return suspect is None or not suspect.was_tried_again or state.termination.stop_requested_at is None
 
 
 def _last_saves(state: State) -> Iterator[Checkpoint]:
@@ -145,7 +156,7 @@ def exit_verdict(state: State) -> Exit | None:
     until = deadline(state)
     if until is not None and state.now >= until - _EXIT_MARGIN_SECONDS:
         return _exit(state)
-    gives_up_at = _gives_up_store_at(state)
+    gives_up_at = gives_up_store_at(state)
     if gives_up_at is not None and state.now >= gives_up_at:
         return _exit(state)
     wait_until = _wait_until(state)
@@ -166,15 +177,35 @@ def _told_until(state: State) -> float:
     return 0.0 if newest_at is None else newest_at + state.settings.events.event_timeout_seconds
 
 
-def _gives_up_store_at(state: State) -> float | None:
-    """Return when a drain without a deadline ends, because the store has been unreachable for a grace period by then.
+def gives_up_store_at(state: State) -> float | None:
+    """Return when a drain without a deadline ends because work fails and nothing gets further; None if some does.
 
-    Without an outage there is no such limit: the program of a run has ended, and its machine stays.
+    A store that takes what is left slowly has no such limit: the program of a run has ended, and its machine stays.
+    """
+    requested_at, since = state.termination.stop_requested_at, state.standstill.since
+    if requested_at is None or deadline(state) is not None or since is None:
+        return None
+    timeout_seconds = state.settings.termination.drain_timeout_seconds
+    if state.standstill.is_refusal:
+        timeout_seconds = min(timeout_seconds, _REFUSED_SECONDS)
+    return max(requested_at, since) + timeout_seconds
+
+
+def is_at_standstill(state: State) -> bool:
+    """Whether work has failed for a while, with nothing stored meanwhile."""
+    since = state.standstill.since
+    return state.breaker.is_open or (since is not None and state.now - since >= _REFUSED_SECONDS)
+
+
+def _gives_up_others_at(state: State, checkpoint: Checkpoint) -> float | None:
+    """Return when a drain without a deadline no longer waits for other agents to seal or commit; None if it does not.
+
+    They may have ended without their share of the checkpoint.
     """
     requested_at = state.termination.stop_requested_at
-    if requested_at is None or deadline(state) is not None or not state.breaker.is_open:
+    if requested_at is None or not (checkpoint.phase is Phase.SEALED and checkpoint.waits_for_others):
         return None
-    return max(requested_at, state.breaker.opened_at) + state.settings.termination.grace_seconds
+    return max(requested_at, checkpoint.sealed_at) + _OTHERS_SECONDS
 
 
 def _holder(state: State) -> Checkpoint | None:
@@ -186,7 +217,10 @@ def _holder(state: State) -> Checkpoint | None:
 
 def _worth_staying(state: State, checkpoint: Checkpoint, newest: Checkpoint | None) -> bool:
     """Whether the agent can still do something for an unfinished checkpoint."""
-    if not _can_be_complete(state, checkpoint):
+    if not _can_be_complete(state, checkpoint) or not may_be_tried(state, checkpoint.info.save):
+        return False
+    others_until = _gives_up_others_at(state, checkpoint)
+    if others_until is not None and state.now >= others_until:
         return False
     if checkpoint is newest:
         return True
@@ -204,9 +238,10 @@ def next_wake(state: State) -> float | None:
         return None
     told_until = _told_until(state)
     if until is None:
-        gives_up_at = _gives_up_store_at(state)
-        moments = [told_until, *([] if gives_up_at is None else [gives_up_at])]
-        return min([moment for moment in moments if moment > state.now], default=gives_up_at)
+        holder = _holder(state)
+        limits = (gives_up_store_at(state), None if holder is None else _gives_up_others_at(state, holder))
+        moments = [told_until, *(moment for moment in limits if moment is not None)]
+        return min([moment for moment in moments if moment > state.now], default=limits[0])
     moments = [told_until, until - _EXIT_MARGIN_SECONDS]
     wait_until = _wait_until(state)
     if wait_until is not None and waiting_for_save(state):
@@ -223,7 +258,7 @@ def _exit(state: State) -> Exit:
     lost = tuple(
         f"{checkpoint.info} is {checkpoint.phase}, "
         f"{checkpoint.durable_bytes} of {checkpoint.size_bytes} bytes durable"
-        + (f" ({checkpoint.reason})" if checkpoint.reason else "")
+        + (f" ({why})" if (why := _why_not_durable(state, checkpoint)) else "")
         + f"; its files lie under {state.settings.volume}"
         for checkpoint in sorted(state.checkpoints.values(), key=lambda checkpoint: -checkpoint.sequence)
         if not checkpoint.durable and checkpoint.phase is not Phase.SHED
@@ -231,11 +266,17 @@ def _exit(state: State) -> Exit:
     newest = {(one.info.is_snapshot, one.info.output_key): one for one in state.checkpoints.values()}
     # Checkpoints of earlier agents count too: the journal keeps the newest one.
     nothing_found = () if newest or not state.termination.nothing_found else (state.termination.nothing_found,)
-    not_stored = (*_unsaved(state), *state.not_stored, *nothing_found)
+    unread = (f"{one.last.title}: {one}" for save, one in state.suspects.items() if save in state.unread)
+    not_stored = (*_unsaved(state), *unread, *state.not_stored, *nothing_found)
     durable = all(checkpoint.durable for checkpoint in newest.values()) and not not_stored
     # Also if only another node's agent has the notice.
     stopped = state.termination.left or any(one.info.kind is Kind.JUST_IN_TIME for one in _last_saves(state))
     return Exit(code=0 if durable else NOT_DURABLE_EXIT_CODE, lost=(*lost, *not_stored), stopped=stopped)
+
+
+def _why_not_durable(state: State, checkpoint: Checkpoint) -> str:
+    """Return what is known to have kept a checkpoint from becoming durable, for people."""
+    return checkpoint.problem or ("" if checkpoint.ended else state.storage_error)
 
 
 def _unsaved(state: State) -> Iterator[str]:

@@ -4,14 +4,16 @@ The classes in `DURABLE` are journaled before they take effect, and suffice to r
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from keepstep_agent.core.agent.work import WorkId
 from keepstep_agent.core.errors import ErrorKind
+from keepstep_agent.core.file_lists import SnapshotContent, StagedFiles
 from keepstep_agent.core.limits import FileNames, LocalRank, LocalRanks, OtherNames, Rank
-from keepstep_agent.core.model import CommitNews, Receiver, SaveInfo, SnapshotContent, StagedFile
+from keepstep_agent.core.model import CommitNews, Receiver, SaveInfo
 from keepstep_agent.core.policies.progress import StepSign
+from keepstep_agent.core.policies.repeated_deaths import Suspect
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,9 +25,13 @@ class _Happened:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Started(_Happened):
-    """The agent has started and replayed its journal. `fresh`: the pod is new, so old termination notices are void."""
+    """The agent has started and replayed its journal. `fresh`: the pod is new, so old termination notices are void.
+
+    `suspects`: the work that was under way when the agents before this one died.
+    """
 
     fresh: bool
+    suspects: Mapping[str, Suspect] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +79,7 @@ class Staged(WorkEnded):
     them, whatever is set later. `pack_size_bytes` is 0 if nothing is packed.
     """
 
-    files: tuple[StagedFile, ...]
+    files: StagedFiles
     part_size_bytes: int
     pack_size_bytes: int = 0
 
@@ -244,12 +250,16 @@ class Exited(_Happened):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkFailed(WorkEnded):
-    """A command ended without a known effect. `jitter` is in [0, 1)."""
+    """A command ended without a known effect. `jitter` is in [0, 1).
+
+    `path`: the file in the checkpoint that is to blame, where `work` does not say it: one of a pack.
+    """
 
     kind: ErrorKind
     message: str
     hint: str
     jitter: float
+    path: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -335,8 +345,29 @@ class OutputLooked(_Happened):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SnapshotNoted(_Happened):
+    """The mirror has noted what a committed snapshot holds, and does not ask for its files again."""
+
+    save: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Pruned(WorkEnded):
     """The retention settings were applied to the bucket."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recalled(WorkEnded):
+    """The records of a save that was set aside while it was read. `events`: what they tell, which is in the journal."""
+
+    events: tuple["DurableEvent", ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Survived(_Happened):
+    """Work of the agent's that belongs to no save has ended, and the agent lives."""
+
+    suspect: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -381,7 +412,10 @@ Event = (
     | SaveRequested
     | ObjectiveGiven
     | OutputLooked
+    | SnapshotNoted
     | Pruned
+    | Recalled
+    | Survived
     | Ticked
 )
 

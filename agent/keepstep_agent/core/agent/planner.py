@@ -5,7 +5,7 @@ that have changed or whose timer is due: nothing can be due in the others. `foll
 piece of work that it requests is marked as in flight at once, so that nothing is requested twice.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from itertools import chain
 from typing import Final
 
@@ -19,6 +19,7 @@ from keepstep_agent.core.agent.commands import (
     Commit,
     KnownFile,
     Prune,
+    Recall,
     Reconcile,
     Record,
     Release,
@@ -31,6 +32,7 @@ from keepstep_agent.core.agent.lifecycle import LOST_PHASES
 from keepstep_agent.core.agent.state import State
 from keepstep_agent.core.agent.work import CANCELLABLE, TRANSFERS, Operation, WorkId, work_limit_of
 from keepstep_agent.core.model import Phase
+from keepstep_agent.core.policies.repeated_deaths import PRUNE, Suspect
 from keepstep_agent.core.stored.object_layout import file_key
 from keepstep_agent.core.stored.packs_and_parts import PACK_BYTES, preferred_part_size
 
@@ -38,8 +40,11 @@ _ENDED_KEPT: Final = 8
 """Ended checkpoints that stay known for status and for idempotent announcements."""
 
 
+_STUBBORN_ATTEMPTS: Final = 5
+"""Work that has failed so often does not hold up what is tried last: it may fail for ever."""
+
 _INCOMPLETE_KEPT_SECONDS: Final = 600.0
-"""How long a superseded checkpoint may wait for ranks once a newer one is committed."""
+"""How long a superseded checkpoint may wait, for ranks or set aside, once a newer one is committed."""
 
 
 def follow_up(state: State) -> Iterator[Command]:
@@ -53,8 +58,12 @@ def follow_up(state: State) -> Iterator[Command]:
     yield from _work(state)
     if state.breaker.next_round(state.now):
         yield from _work(state)
+    if state.suspects:
+        yield from _hold_back(state)
+        yield from _work(state)
     work = WorkId(Operation.PRUNE, "")
-    if state.prune_due and work not in state.in_flight and not state.termination.noticed and not state.breaker.is_open:
+    may_prune = not state.termination.noticed and not state.breaker.is_open and may_begin(state, PRUNE)
+    if state.prune_due and work not in state.in_flight and may_prune:
         state.prune_due = False
         state.launch(work)
         yield Prune(work=work)
@@ -74,10 +83,87 @@ def _work(state: State) -> Iterator[Command]:
     waiting = (save for sort in state.work_limits for save in sort.next_saves())
     for save in chain(touched, waiting):
         checkpoint = state.checkpoints.get(save)
-        if checkpoint is not None:
+        if checkpoint is not None and not checkpoint.held_back:
             yield from _checkpoint_work(state, checkpoint)
     yield from upload_queue.next_transfers(state)
     yield from upload_queue.make_room(state)
+
+
+def _hold_back(state: State) -> Iterator[Command]:
+    """Let the work that is set aside wait until nothing else is left to do; then begin one save's after the other."""
+    tried = _tried_now(state)
+    for save in state.works_set_aside():
+        checkpoint = state.checkpoints.get(save)
+        waits = save not in tried or save in state.unread
+        # The pins of one that failed are kept until a newer one is committed, so there is nothing to wait with.
+        if checkpoint is None or checkpoint.held_back == waits or checkpoint.phase is Phase.FAILED:
+            continue
+        checkpoint.held_back = waits
+        state.reindex(checkpoint)
+        for work in sorted(state.in_flight_of(save)) if waits else ():
+            if work.operation in CANCELLABLE and work not in state.cancelling:
+                state.cancelling.add(work)
+                yield CancelWork(work=work)
+    for save in tried:
+        work = WorkId(Operation.RECALL, save)
+        if save in state.unread and work not in state.in_flight:
+            state.launch(work)
+            yield Recall(work=work)
+
+
+def _tried_now(state: State) -> Sequence[str]:
+    """Return the saves that are set aside and may be worked on now: none if anything else is left to do.
+
+    That is one, until it is done or fails again and again; then the next, of those that killed the fewest agents. If
+    all of them wait for other agents, it is all of them.
+    """
+    set_aside = state.works_set_aside()
+    due = [save for save, suspect in set_aside.items() if _may_be_tried_now(state, save, suspect)]
+    if not due or _has_other_work(state, set_aside):
+        return ()
+
+    def order(save: str) -> tuple[bool, int, bool, int, int]:
+        checkpoint = state.checkpoints.get(save)
+        # Memory grows with the files. How many an unread one has, nobody knows.
+        size = (checkpoint.file_count, -checkpoint.sequence) if checkpoint else (0, 0)
+        is_unread = save in state.unread
+        is_begun = bool(state.in_flight_of(save)) if is_unread or checkpoint is None else not checkpoint.held_back
+        return not is_begun, set_aside[save].deaths, is_unread, *size
+
+    ready = [save for save in due if save in state.unread or _goes_on(state.checkpoints[save])]
+    return [min(ready, key=order)] if ready else due
+
+
+def _may_be_tried_now(state: State, work: str, suspect: Suspect) -> bool:
+    checkpoint = state.checkpoints.get(work)
+    has_work = (
+        work in state.unread if checkpoint is None else not checkpoint.settled and checkpoint.phase is not Phase.FAILED
+    )
+    return has_work and suspect.due_at <= state.now and drain.may_be_tried(state, work)
+
+
+def _has_other_work(state: State, set_aside: Collection[str]) -> bool:
+    """Whether anything that is not set aside is under way, or goes on by itself."""
+    return any(work.save not in set_aside for work in state.in_flight) or any(
+        _goes_on(checkpoint) for save, checkpoint in state.unfinished.items() if save not in set_aside
+    )
+
+
+def _goes_on(checkpoint: Checkpoint) -> bool:
+    """Whether a checkpoint waits for nobody else, and fails at nothing again and again."""
+    waits = not checkpoint.all_announced or (checkpoint.phase is Phase.SEALED and checkpoint.waits_for_others)
+    return not waits and max(checkpoint.attempts.values(), default=0) < _STUBBORN_ATTEMPTS
+
+
+def may_begin(state: State, work: str) -> bool:
+    """Whether work of the agent's that belongs to no save may begin: if set aside, only when nothing else is to do."""
+    suspect = state.suspects.get(work)
+    if suspect is None or not suspect.is_set_aside:
+        return True
+    is_due = suspect.due_at <= state.now and drain.may_be_tried(state, work)
+    tried = (state.checkpoints.get(save) for save in _tried_now(state))
+    is_last = all(one is not None and not _goes_on(one) for one in tried)
+    return is_due and is_last and not _has_other_work(state, state.works_set_aside())
 
 
 def _decisions(state: State) -> Iterator[Record]:
@@ -86,9 +172,12 @@ def _decisions(state: State) -> Iterator[Record]:
     for checkpoint in superseded:
         yield _shed(state, checkpoint, "superseded, and the volume is nearly full")
     given_up = {checkpoint.info.save for checkpoint in superseded}
-    for checkpoint in _abandoned(state):
+    never_completed = ((checkpoint, "some of its ranks were never completed") for checkpoint in _abandoned(state))
+    set_aside = ((checkpoint, checkpoint.problem) for checkpoint in _set_aside_for_long(state))
+    for checkpoint, why in chain(never_completed, set_aside):
         if checkpoint.info.save not in given_up:
-            yield _shed(state, checkpoint, "superseded, and some of its ranks were never completed")
+            given_up.add(checkpoint.info.save)
+            yield _shed(state, checkpoint, f"superseded, and {why}")
 
 
 def _shed(state: State, checkpoint: Checkpoint, reason: str) -> Record:
@@ -102,6 +191,7 @@ def next_wake(state: State) -> float | None:
         moments.append(state.breaker.next_at)
     others = (drain.next_wake(state), drain.expires_at(state), _save_due_at(state))
     moments += [moment for moment in others if moment is not None]
+    moments += [suspect.due_at for suspect in state.suspects.values() if suspect.due_at > state.now]
     return min(moments, default=None)
 
 
@@ -122,7 +212,7 @@ def _save_due_at(state: State) -> float | None:
         wanted,
         newest_taken_at=newest.taken_at if newest else 0.0,
         # Without the store, a save to the volume is still worth its time.
-        is_on_its_way=newest is not None and not newest.ended and not state.storage_error,
+        is_on_its_way=newest is not None and not newest.ended and not newest.held_back and not state.storage_error,
     )
 
 
@@ -222,12 +312,8 @@ def _inodes_pinned_there_before(state: State, checkpoint: Checkpoint, path: str)
     A file of this checkpoint that has one of them was rewritten in place.
     """
     other = state.staged_from(path, before=checkpoint)
-    return frozenset(
-        progress.file.fingerprint.inode
-        for contribution in (other.contributions.values() if other else ())
-        if contribution.announced.path == path
-        for progress in contribution.linked_files()
-    )
+    contributions = other.contributions.values() if other else ()
+    return frozenset().union(*(one.linked_inodes() for one in contributions if one.announced.path == path))
 
 
 def _seal(state: State, checkpoint: Checkpoint) -> Iterator[Command]:
@@ -237,12 +323,11 @@ def _seal(state: State, checkpoint: Checkpoint) -> Iterator[Command]:
         if contribution.checked:
             continue
         unchecked = True
-        if contribution.staged and not contribution.unstored_count:
+        if contribution.staged and not contribution.files.unstored_count:
             work = WorkId(Operation.CHECK_SENT, save, contribution.rank)
             if _take(state, checkpoint, work):
                 manifest = checkpoint.manifest(contribution.rank)
-                pins = tuple(contribution.files[file.path].file for file in manifest.own_files)
-                yield CheckSent(work=work, manifest=manifest, pins=pins)
+                yield CheckSent(work=work, manifest=manifest, pins=contribution.files.pinned)
     if not unchecked and checkpoint.all_announced:
         work = WorkId(Operation.WRITE_MANIFEST, save, number=len(checkpoint.contributions))
         if _take(state, checkpoint, work):
@@ -255,10 +340,7 @@ def _reconcile(checkpoint: Checkpoint, work: WorkId) -> Reconcile:
         work=work,
         info=checkpoint.info,
         announced_at=tuple((contribution.rank, contribution.announcement_time) for contribution in staged),
-        staged=tuple(
-            (contribution.rank, tuple(progress.file for progress in contribution.files.values()))
-            for contribution in staged
-        ),
+        staged=tuple((contribution.rank, contribution.files.pinned) for contribution in staged),
         unfinished=tuple(
             KnownFile(
                 rank=contribution.rank,
@@ -266,13 +348,15 @@ def _reconcile(checkpoint: Checkpoint, work: WorkId) -> Reconcile:
                 upload=progress.upload,
                 part_size_bytes=progress.part_size_bytes,
                 parts=tuple(
-                    (number, receipt, progress.checksums[number])
-                    for number, receipt in sorted(progress.receipts.items())
-                ),
+                    (number, receipt, progress.multipart.checksums[number])
+                    for number, receipt in sorted(progress.multipart.receipts.items())
+                )
+                if progress.multipart
+                else (),
             )
             for contribution in staged
-            for progress in contribution.files.values()
-            if not progress.stored and progress.place is None
+            for progress in contribution.files.sent_alone()
+            if not progress.stored
         ),
     )
 
@@ -302,9 +386,9 @@ def _abandon(state: State, checkpoint: Checkpoint) -> Iterator[Command]:
         return
     if any(work.operation in TRANSFERS for work in state.in_flight_of(checkpoint.info.save)):
         return
-    files = [progress for contribution in checkpoint.contributions.values() for progress in contribution.files.values()]
+    files = [one for contribution in checkpoint.contributions.values() for one in contribution.files.sent_in_parts()]
     uploads = [progress for progress in files if progress.upload and not progress.stored]
-    swept = [progress for progress in files if checkpoint.may_have_orphans and not progress.whole]
+    swept = files if checkpoint.may_have_orphans else []
     if not uploads and not swept:
         checkpoint.uploads_aborted = True
         state.reindex(checkpoint)
@@ -337,6 +421,16 @@ def _abandoned(state: State) -> Iterator[Checkpoint]:
         elsewhere = checkpoint.phase is Phase.SEALED and checkpoint.waits_for_others
         is_superseded = checkpoint.sequence < newest.get(checkpoint.info.output_key, -1)
         if is_superseded and (elsewhere or not checkpoint.all_announced):
+            yield checkpoint
+
+
+def _set_aside_for_long(state: State) -> Iterator[Checkpoint]:
+    """Yield checkpoints that are set aside although a newer one was committed there ten minutes ago."""
+    for checkpoint in state.set_aside.values():
+        newest = state.superseded_by(checkpoint)
+        if newest is None or newest.sequence < checkpoint.sequence:
+            continue
+        if state.now - newest.committed_at >= _INCOMPLETE_KEPT_SECONDS:
             yield checkpoint
 
 

@@ -9,10 +9,10 @@ Replaying the durable events and then `Started` gives a state in which all ackno
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import assert_never
 
-from keepstep_agent.core.agent import commit_turns, disk_pressure, drain, planner, upload_queue
+from keepstep_agent.core.agent import commit_turns, disk_pressure, drain, planner
 from keepstep_agent.core.agent.announcements import announced, staged
 from keepstep_agent.core.agent.checkpoint import Checkpoint
 from keepstep_agent.core.agent.circuit_breaker import CircuitBreaker
@@ -40,6 +40,7 @@ from keepstep_agent.core.agent.events import (
     Pruned,
     RankRegistered,
     RanksSeen,
+    Recalled,
     Reconciled,
     Released,
     SaveAborted,
@@ -47,10 +48,12 @@ from keepstep_agent.core.agent.events import (
     SaveRequested,
     SentChecked,
     Shed,
+    SnapshotNoted,
     Staged,
     Started,
     StepSeen,
     StopRequested,
+    Survived,
     TerminationNoticed,
     Ticked,
     UploadCreated,
@@ -61,17 +64,17 @@ from keepstep_agent.core.agent.lifecycle import Trigger
 from keepstep_agent.core.agent.state import State, Termination, UploadRate, path_pattern
 from keepstep_agent.core.agent.work import TRANSFERS, Operation
 from keepstep_agent.core.agent.work_results import (
-    forget_upload,
+    begin_upload,
     grow_window,
     is_stale,
     judge_store,
     news_of_commit,
-    progress_of,
     reset_backoff,
     send_again,
     stop_sending,
     store_file,
     store_pack,
+    store_part,
     take_up_found,
     work_failed,
 )
@@ -79,6 +82,7 @@ from keepstep_agent.core.errors import ErrorKind
 from keepstep_agent.core.model import Phase
 from keepstep_agent.core.policies.commit_news import receivers_of
 from keepstep_agent.core.policies.recovery_objective import Objective
+from keepstep_agent.core.policies.repeated_deaths import JOURNAL, PRUNE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,7 +137,10 @@ def _apply(state: State, event: Event) -> Iterator[Command]:
                 state.save_requests.written(event.info.save)
                 # If the client does not say for how long, all of the writing counts.
                 state.save_requests.history.stalled(event.stall_seconds or max(0.0, event.at - begun_at))
-            state.reindex(state.checkpoints[event.info.save])
+            checkpoint = state.checkpoints[event.info.save]
+            if suspect := state.works_set_aside().get(event.info.save):
+                state.set_aside_for(checkpoint, suspect)
+            state.reindex(checkpoint)
         case Shed() | Failed():
             _given_up(state, event)
             state.reindex(state.checkpoints[event.save])
@@ -157,6 +164,9 @@ def _apply(state: State, event: Event) -> Iterator[Command]:
         case StopRequested():
             if state.termination.stop_requested_at is None:
                 state.termination.stop_requested_at = state.now
+                if not state.termination.noticed:
+                    # What waits half a minute for its next try would not be tried again before the exit.
+                    reset_backoff(state, of_failures_only=True)
             state.termination.trainers_gone |= event.trainers_gone
             state.termination.nothing_found = state.termination.nothing_found or event.nothing_found
         case RanksSeen():
@@ -198,12 +208,27 @@ def _apply(state: State, event: Event) -> Iterator[Command]:
             )
         case OutputLooked():
             state.not_stored = event.not_stored
+        case SnapshotNoted():
+            snapshot = state.checkpoints.get(event.save)
+            if snapshot is not None:
+                snapshot.mirror_noted = True
+                if snapshot.phase is Phase.RELEASED:
+                    snapshot.forget_files()
+        case Survived():
+            state.acquit(event.suspect)
+        case Recalled():
+            state.land(event.work)
+            yield from _recalled(state, event)
         case Ticked():
             pass
         case _:
             state.land(event.work)
             judge_store(state, event.work, event)
             found = state.checkpoints.get(event.work.save)
+            if isinstance(event, WorkFailed) and event.work.operation is Operation.RECALL:
+                _try_later(state, event.work.save)
+            if isinstance(event, Pruned):
+                state.acquit(PRUNE)
             if found is not None and not isinstance(event, Pruned):
                 yield from _work_ended(state, found, event)
                 state.reindex(found)
@@ -239,13 +264,16 @@ def _work_ended(
             # The save had failed and was announced again meanwhile: it will be pinned anew.
             return
         checkpoint.pins_dropped = True
+        state.acquit(checkpoint.info.save)
         state.freed_bytes += checkpoint.size_bytes
         if checkpoint.phase is Phase.COMMITTED:
             checkpoint.move(Trigger.PINS_DROPPED)
+            if checkpoint.mirror_noted or not checkpoint.info.is_snapshot:
+                checkpoint.forget_files()
         return
     if checkpoint.ended:
         if isinstance(event, UploadCreated):
-            progress_of(checkpoint, event.work).upload = event.upload
+            begin_upload(checkpoint, event.work, event.upload)
         return
     if event.work.rank >= 0 and event.work.rank not in checkpoint.contributions:
         # The answer concerns a save that failed and was announced again meanwhile.
@@ -253,22 +281,16 @@ def _work_ended(
     if event.work.operation is not Operation.CREATE_UPLOAD:
         # Attempts to create an upload keep counting: a store that forgets uploads must not be asked in a hot loop.
         checkpoint.attempts.pop(event.work, None)
+    aside = checkpoint.set_aside
+    if aside is not None and not isinstance(event, WorkCancelled) and aside.work.is_same_work(event.work):
+        state.put_aside(checkpoint, None)
     match event:
         case Staged():
             yield from staged(state, checkpoint, event)
         case UploadCreated():
-            progress = progress_of(checkpoint, event.work)
-            forget_upload(checkpoint, progress)
-            progress.upload = event.upload
-            upload_queue.enqueue(checkpoint, event.work.rank, progress)
+            begin_upload(checkpoint, event.work, event.upload)
         case PartStored():
-            progress = progress_of(checkpoint, event.work)
-            if progress.upload == event.work.upload and event.work.number not in progress.receipts:
-                progress.receipts[event.work.number] = event.receipt
-                progress.checksums[event.work.number] = event.checksum
-                checkpoint.durable_bytes += event.size_bytes
-                if len(progress.receipts) == len(progress.parts):
-                    upload_queue.enqueue(checkpoint, event.work.rank, progress)
+            store_part(checkpoint, event)
             grow_window(state)
         case FileStored():
             store_file(checkpoint, event.work.rank, event.work.path, event.checksum)
@@ -278,7 +300,7 @@ def _work_ended(
             grow_window(state)
         case SentChecked():
             contribution = checkpoint.contributions[event.work.rank]
-            contribution.checked = contribution.staged and not contribution.unstored_count
+            contribution.checked = contribution.staged and not contribution.files.unstored_count
         case ManifestStored():
             # Another rank may have announced since it was begun.
             if event.work.number == len(checkpoint.contributions):
@@ -289,9 +311,12 @@ def _work_ended(
             take_up_found(checkpoint, event)
         case ObjectsLost():
             send_again(checkpoint, event)
+            # A store that takes everything and keeps nothing never fails.
+            state.standstill.failed(ErrorKind.STORE_FAILED, state.now)
         case CommitWaits():
             commit_turns.wait(state, checkpoint, event)
         case Committed():
+            state.acquit(checkpoint.info.save)
             checkpoint.move(Trigger.MARKER_READ_BACK)
             checkpoint.committed_at = event.at
             _measure(state, checkpoint)
@@ -339,6 +364,7 @@ def _given_up(state: State, event: Shed | Failed) -> None:
             # The trainer will rewrite the files of the next checkpoint in place too.
             staged = (contribution for contribution in checkpoint.contributions.values() if contribution.staged)
             state.rewritten_paths.update(path_pattern(contribution.announced.path) for contribution in staged)
+    state.acquit(event.save)
     state.outcomes[checkpoint.phase] = state.outcomes.get(checkpoint.phase, 0) + 1
     stop_sending(checkpoint)
 
@@ -372,16 +398,72 @@ def _started(state: State, event: Started) -> Iterator[Command]:
     elif deadline is not None and deadline <= event.at:
         state.termination = Termination(first_sequence=state.next_sequence, begun_at=state.termination.begun_at)
     state.active_upload, state.active_upload_preempted = "", False
+    # The agent has read its journal and lives.
+    state.suspects = {work: suspect for work, suspect in event.suspects.items() if work != JOURNAL}
+    unread = [work for work, one in state.suspects.items() if one.is_unread and work not in state.checkpoints]
+    state.unread = {save: sequence for save, sequence in state.unread.items() if save in unread}
+    for save in unread:
+        state.leave_unread(save)
+    for save in [save for save in state.suspects if _is_over(state, save)]:
+        del state.suspects[save]
     for checkpoint in state.checkpoints.values():
-        checkpoint.may_have_orphans = not checkpoint.durable
-        if checkpoint.ended:
-            continue
-        stop_sending(checkpoint)
-        checkpoint.reconciled = not checkpoint.any_staged
+        suspect = state.suspects.get(checkpoint.info.save)
+        if suspect is not None and suspect.is_set_aside and checkpoint.phase is not Phase.FAILED:
+            state.set_aside_for(checkpoint, suspect)
+        _go_on_after_start(checkpoint)
     if state.termination.noticed:
         # The trainers that were told of the notice may have died together with the agent.
         yield LiftBandwidthCap()
         yield RequestSave(terminating=True, deadline=drain.deadline(state) or 0.0)
+
+
+def _is_over(state: State, work: str) -> bool:
+    """Whether a suspect is a save that the agent no longer has."""
+    return not (work.startswith(":") or work in state.checkpoints or work in state.unread)
+
+
+def _go_on_after_start(checkpoint: Checkpoint) -> None:
+    """Begin the work of a checkpoint anew that an earlier agent may have begun."""
+    checkpoint.may_have_orphans = not checkpoint.durable
+    if not checkpoint.ended:
+        stop_sending(checkpoint)
+        checkpoint.reconciled = not checkpoint.any_staged
+
+
+def _recalled(state: State, event: Recalled) -> Iterator[Command]:
+    """Take in a save that was left unread at the start, as if it had been read then."""
+    save = event.work.save
+    sequence = state.unread.pop(save, None)
+    if sequence is None:
+        return
+    # What is over and done must not happen to the others now: it neither shows that the store is there, nor fails them.
+    read = State(settings=state.settings, next_sequence=sequence)
+    for recorded in event.events:
+        if isinstance(recorded, NewsDue | NewsTaken):
+            yield from _apply(state, recorded)
+        else:
+            step(read, recorded)
+    state.rewritten_paths |= read.rewritten_paths
+    # Of one that was announced again meanwhile, with nothing but its announcements.
+    again = state.checkpoints.get(save)
+    checkpoint = read.checkpoints.get(save, again)
+    if checkpoint is None:
+        # There is nothing of it.
+        state.acquit(save)
+        return
+    for rank, contribution in again.contributions.items() if again and not checkpoint.ended else ():
+        checkpoint.contributions.setdefault(rank, contribution)
+    if (suspect := state.suspects.get(save)) and not checkpoint.ended:
+        state.set_aside_for(checkpoint, suspect)
+    _go_on_after_start(checkpoint)
+    state.take_in(checkpoint)
+
+
+def _try_later(state: State, save: str) -> None:
+    """The records of a save could not be read: count that as one more death."""
+    suspect = state.suspects.get(save)
+    if suspect is not None:
+        state.suspects[save] = replace(suspect, deaths=suspect.deaths + 1, noted_at=state.now)
 
 
 def expire_termination(state: State) -> Iterator[Command]:

@@ -15,21 +15,24 @@ twice the usual one does not change the rate, a longer one lowers it.
 import re
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import Final
 
-from keepstep_agent.core.agent.checkpoint import Checkpoint, FileProgress, RankContribution
+from keepstep_agent.core.agent.checkpoint import Checkpoint, RankContribution, SetAside
 from keepstep_agent.core.agent.circuit_breaker import CircuitBreaker
 from keepstep_agent.core.agent.events import DiskRead, SaveBegun
 from keepstep_agent.core.agent.lifecycle import LOST_PHASES
-from keepstep_agent.core.agent.work import TRANSFERS, WorkId, WorkLimit, work_limit_of, work_limits
-from keepstep_agent.core.errors import ErrorKind
+from keepstep_agent.core.agent.work import TRANSFERS, Operation, WorkId, WorkLimit, work_limit_of, work_limits
+from keepstep_agent.core.errors import REFUSALS, ErrorKind
+from keepstep_agent.core.file_lists import StagedFiles
+from keepstep_agent.core.limits import NAME_CHARACTERS
 from keepstep_agent.core.model import Kind, Phase
 from keepstep_agent.core.policies.commit_news import UntoldNews
 from keepstep_agent.core.policies.progress import Progress, StepSign
 from keepstep_agent.core.policies.recovery_objective import SaveRequests
+from keepstep_agent.core.policies.repeated_deaths import MEMORY_HINT, PRUNE, Suspect, Task
 from keepstep_agent.core.settings.values import Settings
 
 _HALF_LIFE_SECONDS: Final = 10.0
@@ -111,6 +114,25 @@ class Termination:
 
 
 @dataclass(slots=True)
+class Standstill:
+    """Since when work fails and no checkpoint gets further (unix seconds); None while some do, or nothing failed.
+
+    `is_refusal`: all that failed since was refused, so that waiting alone changes nothing.
+    """
+
+    since: float | None = None
+    is_refusal: bool = True
+
+    def failed(self, kind: ErrorKind, at: float) -> None:
+        if self.since is None:
+            self.since, self.is_refusal = at, True
+        self.is_refusal &= kind in REFUSALS
+
+    def is_over(self) -> None:
+        self.since = None
+
+
+@dataclass(slots=True)
 class State:
     """All that the agent knows. `checkpoints` is by save id, in order of announcement."""
 
@@ -136,6 +158,9 @@ class State:
     # The window before the store became unavailable; up to this size it grows fast again.
     calm_window: float = 1.0
     breaker: CircuitBreaker = field(default_factory=CircuitBreaker)
+    standstill: Standstill = field(default_factory=Standstill)
+    # When a checkpoint got further last (unix seconds).
+    progress_at: float = 0.0
     upload_rate: UploadRate = field(default_factory=UploadRate)
     # The save of the active upload, and whether it preempted an unfinished one.
     active_upload: str = ""
@@ -157,6 +182,10 @@ class State:
     save_requests: SaveRequests = field(default_factory=SaveRequests)
     recent_sizes_bytes: deque[int] = field(default_factory=lambda: deque(maxlen=3))
     storage_error: str = ""
+    # Work that was under way when agents died, by save or by its name in `repeated_deaths`.
+    suspects: dict[str, Suspect] = field(default_factory=dict)
+    # Of these, the saves whose records were not read at the start; each with the sequence that it will have.
+    unread: dict[str, int] = field(default_factory=dict)
     # Paths, and patterns of paths, where a trainer rewrites files in place: these files are copied, not linked.
     rewritten_paths: set[str] = field(default_factory=set)
     prune_due: bool = False
@@ -169,6 +198,8 @@ class State:
     unfinished: dict[str, Checkpoint] = field(default_factory=dict)
     tidying: dict[str, Checkpoint] = field(default_factory=dict)
     settled: dict[str, Checkpoint] = field(default_factory=dict)
+    # Unfinished checkpoints that are tried last.
+    set_aside: dict[str, Checkpoint] = field(default_factory=dict)
     untold_news: UntoldNews = field(default_factory=UntoldNews)
     just_in_time: dict[str, Checkpoint] = field(default_factory=dict)
     # The committed checkpoint that a crash now would resume from: of the output directory that was saved to last, the
@@ -184,9 +215,11 @@ class State:
     _in_flight_of: dict[str, set[WorkId]] = field(default_factory=dict)
     # Save -> its bytes in `coming_bytes`.
     _coming: dict[str, int] = field(default_factory=dict)
-    # Path -> saves that were staged from there; inode -> files of unfinished saves that are links to it.
+    # Path -> saves that were staged from there; the inodes that unfinished saves are links to, and of those that are
+    # linked more than once, how often.
     _staged_from: dict[str, dict[str, None]] = field(default_factory=dict)
-    _links: dict[int, dict[tuple[str, str], FileProgress]] = field(default_factory=dict)
+    _linked: set[int] = field(default_factory=set)
+    _linked_again: dict[int, int] = field(default_factory=dict)
 
     def rewrites(self, path: str) -> bool:
         """Whether the trainer is known to rewrite checkpoint files of that path in place."""
@@ -223,20 +256,86 @@ class State:
         """Return the work in flight for one save."""
         return self._in_flight_of.get(save, ())
 
+    def under_way(self) -> dict[str, Task]:
+        """Return what is done to each work at the moment, by save or by its name in `repeated_deaths`."""
+        tasks = {}
+        for save, works in self._in_flight_of.items():
+            checkpoint = self.checkpoints.get(save)
+            title = str(checkpoint.info) if checkpoint else save
+            doing = ", ".join(sorted({work.operation.value for work in works}))
+            left = checkpoint.left if checkpoint else None
+            tasks[save or PRUNE] = Task(doing=doing[:NAME_CHARACTERS], title=title[:NAME_CHARACTERS], left=left)
+        return tasks
+
+    def works_set_aside(self) -> dict[str, Suspect]:
+        """Return the work that is tried again last, by save or by its name in `repeated_deaths`."""
+        return {work: suspect for work, suspect in self.suspects.items() if suspect.is_set_aside}
+
+    def acquit(self, work: str) -> None:
+        """Count no death against this work any more."""
+        self.suspects.pop(work, None)
+        self.unread.pop(work, None)
+        checkpoint = self.checkpoints.get(work)
+        if checkpoint is not None:
+            checkpoint.held_back = False
+            why = checkpoint.set_aside
+            if why is not None and why.work.operation is Operation.RECALL and not checkpoint.ended:
+                self.put_aside(checkpoint, None)
+
+    def leave_unread(self, save: str) -> None:
+        """Keep the place of a save whose records are not read now."""
+        if save not in self.unread:
+            self.unread[save] = self.next_sequence
+            self.next_sequence += 1
+
+    def take_in(self, checkpoint: Checkpoint) -> None:
+        """Put a checkpoint that was unread at its place among the others."""
+        self.checkpoints[checkpoint.info.save] = checkpoint
+        self.checkpoints = dict(sorted(self.checkpoints.items(), key=lambda known: known[1].sequence))
+        for contribution in checkpoint.contributions.values():
+            if contribution.staged:
+                self.note_staged(checkpoint, contribution)
+                path = contribution.announced.path
+                order = sorted(self._staged_from[path], key=lambda save: self.checkpoints[save].sequence)
+                self._staged_from[path] = dict.fromkeys(order)
+        if checkpoint.ended:
+            self._unlink(checkpoint)
+        self.reindex(checkpoint)
+
+    def set_aside_for(self, checkpoint: Checkpoint, suspect: Suspect) -> None:
+        """Try a checkpoint last whose work was under way when agents died."""
+        checkpoint.held_back = True
+        work = WorkId(Operation.RECALL, checkpoint.info.save)
+        why = SetAside(at=suspect.noted_at, work=work, path="", reason=f"{suspect}; {MEMORY_HINT}")
+        self.put_aside(checkpoint, why)
+
     def staged_from(self, path: str, *, before: Checkpoint) -> Checkpoint | None:
         """Return the last known checkpoint other than `before` that was staged from exactly this path."""
         saves = reversed(self._staged_from.get(path, {}))
         return next((self.checkpoints[save] for save in saves if save != before.info.save), None)
 
-    def links_to(self, inode: int) -> Iterable[tuple[str, FileProgress]]:
-        """Yield (save, file) for each file of an unfinished checkpoint that is a link to that inode."""
-        return ((save, progress) for (save, _), progress in self._links.get(inode, {}).items())
+    def may_be_linked(self, files: StagedFiles) -> bool:
+        """Whether an unfinished checkpoint may be a link to one of these files. Costs the same whatever waits."""
+        return not self._linked.isdisjoint(files.linked_inodes())
 
     def newest_sending(self) -> Checkpoint | None:
-        """Return the last announced of the checkpoints with files to send."""
-        first_just_in_time = bisect_left(self.sending, (True, 0), key=_urgency)
-        newest = [self.sending[position - 1] for position in {first_just_in_time, len(self.sending)} if position]
-        return max(newest, key=lambda checkpoint: checkpoint.sequence, default=None)
+        """Return the last announced of the checkpoints with files to send; one set aside only if all are."""
+        if not self.sending:
+            return None
+        is_ready = self.sending[-1].set_aside is None
+        first, first_just_in_time = (
+            bisect_left(self.sending, (is_ready, just_in_time, 0), key=_urgency) for just_in_time in (False, True)
+        )
+        ends = {end for end in (first_just_in_time, len(self.sending)) if end > first}
+        return max((self.sending[end - 1] for end in ends), key=lambda checkpoint: checkpoint.sequence)
+
+    def put_aside(self, checkpoint: Checkpoint, why: SetAside | None) -> None:
+        """Try a checkpoint last from now on, or with None in its turn again."""
+        position, is_listed = self._place_among_sending(checkpoint)
+        if is_listed:
+            del self.sending[position]
+        checkpoint.set_aside = why
+        self.reindex(checkpoint)
 
     def reindex(self, checkpoint: Checkpoint) -> None:
         """Update the lists that a changed checkpoint belongs to, and have the next follow-up visit it."""
@@ -247,10 +346,16 @@ class State:
         self.settled.pop(save, None)
         if not checkpoint.ended:
             self.unfinished[save] = checkpoint
+            self._note_progress(checkpoint)
         else:
             if self.unfinished.pop(save, None) is not None:
+                self.standstill.is_over()
                 self._unlink(checkpoint)
             (self.settled if checkpoint.settled else self.tidying)[save] = checkpoint
+        if checkpoint.set_aside is not None and not checkpoint.ended:
+            self.set_aside[save] = checkpoint
+        else:
+            self.set_aside.pop(save, None)
         if checkpoint.info.kind is Kind.JUST_IN_TIME:
             self.just_in_time[save] = checkpoint
         self.coming_bytes -= self._coming.pop(save, 0)
@@ -259,12 +364,24 @@ class State:
             self.coming_bytes += checkpoint.size_bytes
         if checkpoint.durable:
             self._note_durable(checkpoint)
-        position = bisect_left(self.sending, checkpoint.urgency, key=_urgency)
-        is_listed = position < len(self.sending) and self.sending[position] is checkpoint
+        position, is_listed = self._place_among_sending(checkpoint)
         if checkpoint.sends and not is_listed:
             self.sending.insert(position, checkpoint)
         elif is_listed and not checkpoint.sends:
             del self.sending[position]
+
+    def _place_among_sending(self, checkpoint: Checkpoint) -> tuple[int, bool]:
+        """Return where a checkpoint is among those with files to send, or would be, and whether it is one."""
+        position = bisect_left(self.sending, checkpoint.urgency, key=_urgency)
+        return position, position < len(self.sending) and self.sending[position] is checkpoint
+
+    def _note_progress(self, checkpoint: Checkpoint) -> None:
+        """End a standstill if the checkpoint has got further than ever. One that is begun again and again has not."""
+        left = checkpoint.left
+        if checkpoint.least_left is None or left < checkpoint.least_left:
+            checkpoint.least_left = left
+            self.standstill.is_over()
+            self.progress_at = self.now
 
     def _note_durable(self, checkpoint: Checkpoint) -> None:
         last = self.superseded_by(checkpoint)
@@ -287,29 +404,32 @@ class State:
         save = checkpoint.info.save
         del self.checkpoints[save], self.settled[save]
         self.just_in_time.pop(save, None)
+        self.acquit(save)
         for contribution in checkpoint.contributions.values():
             saves = self._staged_from.get(contribution.announced.path, {})
             saves.pop(save, None)
             if not saves:
                 self._staged_from.pop(contribution.announced.path, None)
 
-    def link(self, checkpoint: Checkpoint, contribution: RankContribution) -> None:
+    def note_staged(self, checkpoint: Checkpoint, contribution: RankContribution) -> None:
         """Index the path and the linked inodes of a contribution whose files are pinned."""
         save = checkpoint.info.save
         saves = self._staged_from.setdefault(contribution.announced.path, {})
         saves.pop(save, None)
         saves[save] = None
-        for progress in contribution.linked_files():
-            self._links.setdefault(progress.file.fingerprint.inode, {})[save, progress.file.path] = progress
+        for inode in contribution.files.pinned.linked_inodes():
+            if inode in self._linked:
+                self._linked_again[inode] = self._linked_again.get(inode, 0) + 1
+            self._linked.add(inode)
 
     def _unlink(self, checkpoint: Checkpoint) -> None:
         for contribution in checkpoint.contributions.values():
-            for progress in contribution.linked_files():
-                inode = progress.file.fingerprint.inode
-                links = self._links.get(inode, {})
-                links.pop((checkpoint.info.save, progress.file.path), None)
-                if not links:
-                    self._links.pop(inode, None)
+            for inode in contribution.files.pinned.linked_inodes():
+                again = self._linked_again.pop(inode, 0)
+                if again == 0:
+                    self._linked.discard(inode)
+                elif again > 1:
+                    self._linked_again[inode] = again - 1
 
     def delay(self, checkpoint: Checkpoint, work: WorkId, until: float) -> None:
         """Hold `work` back until then (unix seconds), when the checkpoint is visited again."""
@@ -363,5 +483,5 @@ def path_pattern(path: str) -> str:
     return re.sub(r"[0-9]+", "#", path)
 
 
-def _urgency(checkpoint: Checkpoint) -> tuple[bool, int]:
+def _urgency(checkpoint: Checkpoint) -> tuple[bool, bool, int]:
     return checkpoint.urgency

@@ -1,5 +1,7 @@
 """Chooses the next transfer: the newest checkpoint first, just-in-time saves above all, preemption between parts.
 
+A checkpoint that is set aside comes after all others: it cannot become durable unless somebody removes the cause.
+
 With newest-first alone, a trainer that saves faster than the store takes would preempt every upload before it
 finishes, and nothing would ever commit. So a save that preempted an unfinished one stays the active upload until its
 files are stored; only a just-in-time or final save preempts it. The newest checkpoint waits for at most one older one,
@@ -52,7 +54,7 @@ def order(state: State) -> Iterator[Checkpoint]:
     active = None if state.termination.noticed else _active(state)
     active_waits = active is not None
     for checkpoint in reversed(state.sending):
-        if active is not None and active_waits and active.urgency[0] == checkpoint.urgency[0]:
+        if active is not None and active_waits and active.urgency[:2] == checkpoint.urgency[:2]:
             active_waits = False
             yield active
         if checkpoint is not active:
@@ -61,14 +63,14 @@ def order(state: State) -> Iterator[Checkpoint]:
 
 def _active(state: State) -> Checkpoint | None:
     active = state.checkpoints.get(state.active_upload)
-    return active if active is not None and active.sends else None
+    return active if active is not None and active.sends and active.set_aside is None else None
 
 
 def enqueue_contribution(checkpoint: Checkpoint, contribution: RankContribution) -> None:
     """Queue all transfers that a rank's files still need."""
-    for progress in contribution.files.values():
+    for progress in contribution.files.sent_alone():
         enqueue(checkpoint, contribution.rank, progress)
-    for packed in contribution.packs:
+    for packed in contribution.files.packs:
         enqueue_pack(checkpoint, contribution.rank, packed)
 
 
@@ -80,20 +82,20 @@ def enqueue_pack(checkpoint: Checkpoint, rank: int, progress: PackProgress) -> N
 
 def enqueue(checkpoint: Checkpoint, rank: int, progress: FileProgress) -> None:
     """Queue the transfers that a file still needs; none if it is sent with a pack."""
-    save, path = checkpoint.info.save, progress.file.path
+    save, path, multipart = checkpoint.info.save, progress.file.path, progress.multipart
     if progress.stored or progress.place is not None:
         return
-    if progress.whole:
+    if multipart is None:
         checkpoint.pending.append(WorkId(Operation.PUT_FILE, save, rank, path))
-    elif not progress.upload:
+    elif not multipart.upload:
         checkpoint.pending.append(WorkId(Operation.CREATE_UPLOAD, save, rank, path))
     else:
-        missing = [part.number for part in progress.parts if part.number not in progress.receipts]
+        missing = [part.number for part in multipart.parts if part.number not in multipart.receipts]
         # A file that was begun goes first, so that fewer multipart uploads are open at a time.
         for number in reversed(missing):
-            checkpoint.pending.appendleft(WorkId(Operation.SEND_PART, save, rank, path, number, progress.upload))
+            checkpoint.pending.appendleft(WorkId(Operation.SEND_PART, save, rank, path, number, multipart.upload))
         if not missing:
-            checkpoint.pending.appendleft(WorkId(Operation.COMPLETE_UPLOAD, save, rank, path, 0, progress.upload))
+            checkpoint.pending.appendleft(WorkId(Operation.COMPLETE_UPLOAD, save, rank, path, 0, multipart.upload))
 
 
 def requeue(state: State, checkpoint: Checkpoint) -> None:
@@ -194,8 +196,9 @@ def _must_wait(state: State, checkpoint: Checkpoint, first: Checkpoint) -> bool:
 
 
 def _is_last_save(state: State, checkpoint: Checkpoint) -> bool:
-    """Whether it is a just-in-time save after a termination notice."""
-    return state.termination.noticed and checkpoint.info.kind is Kind.JUST_IN_TIME
+    """Whether it is a just-in-time save after a termination notice, and was not set aside."""
+    is_just_in_time = checkpoint.info.kind is Kind.JUST_IN_TIME and checkpoint.set_aside is None
+    return state.termination.noticed and is_just_in_time
 
 
 def _has_files_to_store(state: State, checkpoint: Checkpoint) -> bool:
@@ -207,7 +210,7 @@ def _has_files_to_store(state: State, checkpoint: Checkpoint) -> bool:
 
 def _command(state: State, checkpoint: Checkpoint, work: WorkId) -> Command:
     if work.operation is Operation.PUT_PACK:
-        pack = checkpoint.contributions[work.rank].packs[work.number].pack
+        pack = checkpoint.contributions[work.rank].files.packs[work.number].pack
         key = pack_key(checkpoint.info, work.rank, pack.number)
         return PutPack(work=work, key=key, pack=pack, volume=state.settings.volume)
     progress = checkpoint.contributions[work.rank].files[work.path]
@@ -216,14 +219,17 @@ def _command(state: State, checkpoint: Checkpoint, work: WorkId) -> Command:
         case Operation.CREATE_UPLOAD:
             return CreateUpload(work=work, key=key)
         case Operation.SEND_PART:
-            part = progress.parts[work.number - 1]
+            assert progress.multipart is not None, work
+            part = progress.multipart.parts[work.number - 1]
             region = _region(state, progress, part.offset_bytes, part.size_bytes)
             return SendPart(work=work, key=key, region=region)
         case Operation.COMPLETE_UPLOAD:
+            assert progress.multipart is not None, work
+            receipts = progress.multipart.receipts
             return CompleteUpload(
                 work=work,
                 key=key,
-                receipts=tuple(progress.receipts[part.number] for part in progress.parts),
+                receipts=tuple(receipts[part.number] for part in progress.multipart.parts),
                 size_bytes=progress.file.size_bytes,
             )
         case _:

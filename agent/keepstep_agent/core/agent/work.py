@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final, NamedTuple
 
+from keepstep_agent.core.policies.repeated_deaths import READING
+
 
 class Operation(StrEnum):
     """The kinds of work that can be in flight."""
@@ -30,6 +32,8 @@ class Operation(StrEnum):
     RELEASE = "release"
     ABANDON = "abandon"
     PRUNE = "prune"
+    # At the next start, it is what was under way as reading is at a start.
+    RECALL = READING
 
 
 CANCELLABLE: Final = frozenset({Operation.SEND_PART, Operation.PUT_FILE, Operation.PUT_PACK})
@@ -38,7 +42,7 @@ CANCELLABLE: Final = frozenset({Operation.SEND_PART, Operation.PUT_FILE, Operati
 TRANSFERS: Final = CANCELLABLE | {Operation.CREATE_UPLOAD, Operation.COMPLETE_UPLOAD}
 """Work that takes a place in the upload window."""
 
-STAYS_HERE: Final = frozenset({Operation.STAGE, Operation.CHECK_SENT, Operation.RELEASE})
+STAYS_HERE: Final = frozenset({Operation.STAGE, Operation.CHECK_SENT, Operation.RELEASE, Operation.RECALL})
 """Work on the volume that needs no store."""
 
 
@@ -55,6 +59,11 @@ class WorkId(NamedTuple):
     path: str = ""
     number: int = 0
     upload: str = ""
+
+    def is_same_work(self, other: "WorkId") -> bool:
+        """Whether both do the same, if perhaps by another upload, or for more ranks of a manifest."""
+        mine, its = self._replace(upload=""), other._replace(upload="")
+        return mine == (its._replace(number=mine.number) if mine.operation is Operation.WRITE_MANIFEST else its)
 
 
 _RELEASES: Final = frozenset({Operation.RELEASE})

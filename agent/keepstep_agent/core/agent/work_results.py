@@ -9,11 +9,11 @@ cost little. A wider window would break the bounds on memory and connections tha
 network the parts become smaller instead (`packs_and_parts.py`).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 from keepstep_agent.core.agent import upload_queue
-from keepstep_agent.core.agent.checkpoint import Checkpoint, FileProgress
+from keepstep_agent.core.agent.checkpoint import Checkpoint, FileProgress, SetAside
 from keepstep_agent.core.agent.circuit_breaker import STORE_WIDE
 from keepstep_agent.core.agent.commands import Command, Record
 from keepstep_agent.core.agent.events import (
@@ -21,6 +21,7 @@ from keepstep_agent.core.agent.events import (
     Failed,
     NewsDue,
     ObjectsLost,
+    PartStored,
     Reconciled,
     WorkCancelled,
     WorkFailed,
@@ -28,7 +29,7 @@ from keepstep_agent.core.agent.events import (
 from keepstep_agent.core.agent.lifecycle import Trigger
 from keepstep_agent.core.agent.state import State
 from keepstep_agent.core.agent.work import STAYS_HERE, Operation, WorkId
-from keepstep_agent.core.errors import ErrorKind, retry_delay_seconds
+from keepstep_agent.core.errors import REFUSALS, ErrorKind, retry_delay_seconds
 from keepstep_agent.core.model import CommitNews
 from keepstep_agent.core.policies.commit_news import receivers_of
 
@@ -40,24 +41,35 @@ def progress_of(checkpoint: Checkpoint, work: WorkId) -> FileProgress:
 
 def store_file(checkpoint: Checkpoint, rank: int, path: str, checksum: int | None) -> None:
     """Mark a file as stored. `checksum` is None if its parts' checksums are known, or it is empty."""
-    contribution = checkpoint.contributions[rank]
-    progress = contribution.files[path]
-    if progress.stored:
-        return
-    checkpoint.durable_bytes -= progress.durable_bytes
-    progress.stored = True
-    if checksum is not None:
-        progress.checksums = {1: checksum}
-    checkpoint.durable_bytes += progress.file.size_bytes
-    contribution.unstored_count -= 1
+    checkpoint.durable_bytes += checkpoint.contributions[rank].files.store(path, checksum)
 
 
-def store_pack(checkpoint: Checkpoint, rank: int, number: int, checksums: tuple[int, ...]) -> None:
+def store_pack(checkpoint: Checkpoint, rank: int, number: int, checksums: Sequence[int]) -> None:
     """Mark a pack and its files as stored."""
-    progress = checkpoint.contributions[rank].packs[number]
-    progress.stored = True
-    for file, checksum in zip(progress.pack.files, checksums, strict=True):
-        store_file(checkpoint, rank, file.path, checksum if file.size_bytes else None)
+    checkpoint.durable_bytes += checkpoint.contributions[rank].files.store_pack(number, checksums)
+
+
+def begin_upload(checkpoint: Checkpoint, work: WorkId, upload: str) -> None:
+    """Note the upload of a file that begins anew, and queue its parts. If the save has ended, it is only aborted."""
+    checkpoint.durable_bytes -= checkpoint.contributions[work.rank].files.lose(work.path)
+    progress = progress_of(checkpoint, work)
+    assert progress.multipart is not None, work
+    progress.multipart.upload = upload
+    if not checkpoint.ended:
+        upload_queue.enqueue(checkpoint, work.rank, progress)
+
+
+def store_part(checkpoint: Checkpoint, event: PartStored) -> None:
+    """Note a part of the file's current upload; the last one queues the upload's completion."""
+    work = event.work
+    progress = progress_of(checkpoint, work)
+    multipart = progress.multipart
+    if multipart is None or multipart.upload != work.upload or work.number in multipart.receipts:
+        return
+    multipart.receipts[work.number], multipart.checksums[work.number] = event.receipt, event.checksum
+    checkpoint.durable_bytes += event.size_bytes
+    if len(multipart.receipts) == len(multipart.parts):
+        upload_queue.enqueue(checkpoint, work.rank, progress)
 
 
 def take_up_found(checkpoint: Checkpoint, event: Reconciled) -> None:
@@ -66,14 +78,15 @@ def take_up_found(checkpoint: Checkpoint, event: Reconciled) -> None:
     for file in event.files:
         store_file(checkpoint, file.rank, file.path, file.checksum)
     for contribution in checkpoint.contributions.values():
-        for progress in contribution.files.values():
+        for progress in contribution.files.sent_in_parts():
             if not progress.stored:
-                forget_upload(checkpoint, progress)
+                checkpoint.durable_bytes -= contribution.files.lose(progress.file.path)
     for found in event.uploads:
         progress = checkpoint.contributions[found.rank].files[found.path]
-        progress.upload = found.upload
+        assert progress.multipart is not None, found.path
+        progress.multipart.upload = found.upload
         for number, receipt, checksum in found.parts:
-            progress.receipts[number], progress.checksums[number] = receipt, checksum
+            progress.multipart.receipts[number], progress.multipart.checksums[number] = receipt, checksum
         checkpoint.durable_bytes += progress.durable_bytes
     checkpoint.pending.clear()
     for contribution in checkpoint.contributions.values():
@@ -84,32 +97,17 @@ def take_up_found(checkpoint: Checkpoint, event: Reconciled) -> None:
 def send_again(checkpoint: Checkpoint, event: ObjectsLost) -> None:
     """Queue the objects of ours that the store lost."""
     for rank, path in event.files:
-        progress = checkpoint.contributions[rank].files[path]
-        forget_upload(checkpoint, progress)
-        progress.stored = False
-        checkpoint.contributions[rank].unstored_count += 1
-        checkpoint.contributions[rank].checked = False
-        upload_queue.enqueue(checkpoint, rank, progress)
+        contribution = checkpoint.contributions[rank]
+        checkpoint.durable_bytes -= contribution.files.lose(path)
+        contribution.checked = False
+        upload_queue.enqueue(checkpoint, rank, contribution.files[path])
     for rank, number in event.packs:
         contribution = checkpoint.contributions[rank]
-        packed = contribution.packs[number]
-        packed.stored = False
-        for file in packed.pack.files:
-            progress = contribution.files[file.path]
-            forget_upload(checkpoint, progress)
-            progress.stored = False
-        contribution.unstored_count += len(packed.pack.files)
+        checkpoint.durable_bytes -= contribution.files.lose_pack(number)
         contribution.checked = False
-        upload_queue.enqueue_pack(checkpoint, rank, packed)
+        upload_queue.enqueue_pack(checkpoint, rank, contribution.files.packs[number])
     checkpoint.manifest_stored = False
     checkpoint.move(Trigger.OBJECT_LOST)
-
-
-def forget_upload(checkpoint: Checkpoint, progress: FileProgress) -> None:
-    """Forget what is stored of a file: it begins anew."""
-    checkpoint.durable_bytes -= progress.durable_bytes
-    progress.upload = ""
-    progress.receipts, progress.checksums = {}, {}
 
 
 def is_stale(checkpoint: Checkpoint, work: WorkId) -> bool:
@@ -127,6 +125,11 @@ def stop_sending(checkpoint: Checkpoint) -> None:
 _WINDOW_CUT_PAUSE_SECONDS: Final = 1.0
 _LONGEST_RETRY_WHILE_DRAINING_SECONDS: Final = 1.0
 _TIDYING_RETRY_SECONDS: Final = 5.0
+# A second refusal may still be of keys that are being renewed.
+_REFUSALS_BEFORE_SET_ASIDE: Final = 3
+# Errors that pass, but may come with each try for one object. That takes about a minute.
+_OF_ONE_OBJECT: Final = frozenset({ErrorKind.STORE_FAILED, ErrorKind.CORRUPTED_IN_TRANSIT})
+_ERRORS_BEFORE_SET_ASIDE: Final = 10
 # Errors that show that the store is available.
 _ANSWERS: Final = frozenset({ErrorKind.THROTTLED, ErrorKind.UPLOAD_LOST})
 
@@ -146,12 +149,13 @@ def judge_store(state: State, work: WorkId, event: Event) -> None:
         state.hanging = set(state.transfers)
 
 
-def reset_backoff(state: State) -> None:
-    """Make everything that waits for a retry due at once, because the pod is ending."""
+def reset_backoff(state: State, *, of_failures_only: bool = False) -> None:
+    """Make everything that waits for a retry due at once, because the pod is ending, or only what has failed."""
     state.breaker.is_over()
     state.window = max(state.window, state.calm_window)
     for checkpoint in state.unfinished.values():
-        checkpoint.delayed = dict.fromkeys(checkpoint.delayed, state.now)
+        due = checkpoint.attempts.keys() & checkpoint.delayed.keys() if of_failures_only else checkpoint.delayed
+        checkpoint.delayed.update(dict.fromkeys(due, state.now))
         checkpoint.attempts.clear()
         state.touched[checkpoint.info.save] = None
 
@@ -166,6 +170,7 @@ def work_failed(state: State, checkpoint: Checkpoint, event: WorkFailed) -> Iter
         return
     if checkpoint.ended or (work.rank >= 0 and work.rank not in checkpoint.contributions):
         return
+    state.standstill.failed(event.kind, event.at)
     attempt = checkpoint.attempts.get(work, 0) + 1
     delay_seconds = retry_delay_seconds(event.kind, attempt, event.jitter)
     # The client waits for the answer and may announce again; nothing is pinned yet that would be lost.
@@ -173,14 +178,18 @@ def work_failed(state: State, checkpoint: Checkpoint, event: WorkFailed) -> Iter
     if delay_seconds is None or is_refusal:
         yield Record(event=Failed(at=state.now, save=work.save, kind=event.kind, reason=event.message, hint=event.hint))
         return
-    state.storage_error = event.message
+    state.storage_error = f"{event.message} ({event.hint})" if event.hint else event.message
+    if checkpoint.set_aside is None and _is_for_itself(state, event.kind, attempt):
+        path = event.path or work.path
+        state.put_aside(checkpoint, SetAside(at=state.now, work=work, path=path, reason=state.storage_error))
     if event.kind is ErrorKind.THROTTLED and state.now - state.window_cut_at >= _WINDOW_CUT_PAUSE_SECONDS:
         state.window = state.calm_window = max(1.0, state.window / 2)
         state.window_cut_at = state.now
     if is_stale(checkpoint, work):
         return
-    if event.kind is ErrorKind.UPLOAD_LOST:
-        forget_upload(checkpoint, progress_of(checkpoint, work))
+    # A store may say so of work that has no upload; then it is a failure like others.
+    if event.kind is ErrorKind.UPLOAD_LOST and work.upload:
+        checkpoint.durable_bytes -= checkpoint.contributions[work.rank].files.lose(work.path)
         upload_queue.withdraw(checkpoint, work)
         work = WorkId(Operation.CREATE_UPLOAD, work.save, work.rank, work.path)
         attempt = checkpoint.attempts.get(work, 0) + 1
@@ -189,6 +198,13 @@ def work_failed(state: State, checkpoint: Checkpoint, event: WorkFailed) -> Iter
         delay_seconds = min(delay_seconds, _LONGEST_RETRY_WHILE_DRAINING_SECONDS)
     checkpoint.attempts[work] = attempt
     state.delay(checkpoint, work, state.now + delay_seconds)
+
+
+def _is_for_itself(state: State, kind: ErrorKind, attempt: int) -> bool:
+    """Whether work that failed so often fails for a reason of its own, so that others should go before."""
+    if kind in REFUSALS:
+        return attempt >= _REFUSALS_BEFORE_SET_ASIDE
+    return kind in _OF_ONE_OBJECT and attempt >= _ERRORS_BEFORE_SET_ASIDE and not state.breaker.is_open
 
 
 def grow_window(state: State) -> None:

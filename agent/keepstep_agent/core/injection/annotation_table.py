@@ -12,9 +12,10 @@ from functools import cache
 from typing import Final
 
 from keepstep_agent.core.errors import KeepstepError
-from keepstep_agent.core.injection.pod import is_at_or_below, last_name, overlap, parse_quantity, plain
+from keepstep_agent.core.injection.pod import SYSTEM_FOLDERS, is_at_or_below, last_name, overlap, parse_quantity, plain
 from keepstep_agent.core.injection.pod_resources import GUARANTEED_CPU, REQUESTED_CPU
 from keepstep_agent.core.injection.spec import CaBundle, CaSource, Claim
+from keepstep_agent.core.injection.volumes import OUR_MOUNTS
 from keepstep_agent.core.limits import SECONDS
 from keepstep_agent.core.settings.table import SettingField, setting_fields
 from keepstep_agent.core.stored.object_layout import check_file_path, check_token
@@ -28,17 +29,7 @@ LEAST_MEMORY: Final = "128Mi"
 while a hook runs."""
 _MOST_USER: Final = 2**31 - 1
 _MOST_OUTPUTS: Final = 16
-_NOT_OURS: Final = (
-    "/dev",
-    "/proc",
-    "/sys",
-    names.POD_SOCKET_DIRECTORY,
-    names.POD_STATE_DIRECTORY,
-    names.POD_DESTINATION_PATH,
-    names.POD_AUTOLOAD_PATH,
-    names.POD_CA_PATH,
-    names.POD_CREDENTIALS_PATH,
-)
+_TAKEN: Final = ("/dev", "/proc", "/sys", *OUR_MOUNTS)
 
 
 def boolean(text: str) -> bool:
@@ -81,17 +72,24 @@ def container(text: str) -> str:
     return text
 
 
+_IN_TRAINER_IMAGE: Final = (*SYSTEM_FOLDERS, "/boot", "/opt", "/var/lib", "/var/run")
+"""Folders that the trainer's image may need to start. A volume at or above one of them would hide it."""
+
+
 def directory(text: str) -> str:
     path = plain(text)
     # Kubernetes would replace a `$(NAME)` in the agent's variables, and not in a mount.
-    if not text.startswith("/") or not path or ".." in text.split("/") or ":" in text or "$(" in text:
+    if not text.startswith("/") or ".." in text.split("/") or ":" in text or "$(" in text:
         raise ValueError(f"{text!r} is not a directory in the trainer: write an absolute path without .., : or $(")
+    hidden = next((one for one in _IN_TRAINER_IMAGE if not path or is_at_or_below(one, path)), None)
+    if hidden:
+        raise ValueError(f"a volume at {text!r} would hide {hidden} of the trainer's image: name a directory below it")
     try:
         # The agent refuses to watch a directory whose name cannot be part of an object's key.
         check_file_path(f"{last_name(path)}/file")
     except KeepstepError as error:
         raise ValueError(f"{error}: {error.hint}") from error
-    for taken in _NOT_OURS:
+    for taken in _TAKEN:
         if overlap(path, taken):
             raise ValueError(f"{text!r} collides with {taken}: choose another directory")
     return path
@@ -178,8 +176,11 @@ _SET_BY_THE_INJECTION: Final = frozenset(
         "store.destination",
         "store.ca_bundle",
         "store.credentials_directory",
+        "store.aws_files",
         "disk.size_limit_bytes",
         "termination.grace_seconds",
+        # A pod that ends has a deadline.
+        "termination.drain_timeout_seconds",
         # For `keepstep run`: no container of a pod can end the program of another.
         "progress.stuck_exit_code",
         # As above: nobody tells the agent how it ended.
@@ -333,11 +334,7 @@ WRITTEN_BY_US: Final = (
 def settings_annotations() -> Mapping[str, SettingField]:
     """Return the agent's settings that may be annotations, by annotation key, in the order of docs/settings.md."""
     allowed = (setting for setting in setting_fields() if setting.key not in _SET_BY_THE_INJECTION)
-    return {annotation_of(setting): setting for setting in allowed}
-
-
-def annotation_of(setting: SettingField) -> str:
-    return ANNOTATION_PREFIX + setting.name.replace("_", "-")
+    return {setting.annotation: setting for setting in allowed}
 
 
 def known_keys() -> list[str]:

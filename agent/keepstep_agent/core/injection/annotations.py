@@ -11,13 +11,12 @@ from typing import Any, Final, TypeVar
 from keepstep_agent.core.injection import annotation_table as values
 from keepstep_agent.core.injection.annotation_table import (
     WRITTEN_BY_US,
-    annotation_of,
     known_keys,
     settings_annotations,
 )
 from keepstep_agent.core.injection.spec import Claim, Injection, InjectionDefaults, Refusal, Skip
 from keepstep_agent.core.settings.checks import setting_problems
-from keepstep_agent.core.settings.table import RawSetting, read_values, setting_fields, with_paths
+from keepstep_agent.core.settings.table import RawSetting, read_values, setting_field, setting_fields, with_paths
 from keepstep_api import names
 from keepstep_api.names import ANNOTATION_INJECT, ANNOTATION_PREFIX
 
@@ -128,11 +127,11 @@ def _settings(reader: _Reader, destination: str, grace_seconds: int) -> Mapping[
         "grace_seconds": grace_seconds,
     }
     found, problems = read_values(
-        RawSetting(setting=setting, origin=annotation_of(setting), raw=raw[setting.name])
+        RawSetting(setting=setting, origin=setting.annotation, raw=raw[setting.name])
         for setting in setting_fields()
         if setting.name in raw
     )
-    reader.problems += [*problems, *setting_problems(with_paths(found))]
+    reader.problems += [*problems, *setting_problems(with_paths(found), lambda key: setting_field(key).annotation)]
     return {setting.environment: reader.texts[key].strip() for key, setting in said.items()}
 
 

@@ -7,6 +7,7 @@ from keepstep_agent.core.injection import job_identity
 from keepstep_agent.core.injection.container_identity import identity_mounts, identity_variables, security_context
 from keepstep_agent.core.injection.output_directories import watch_texts
 from keepstep_agent.core.injection.pod import Container, Findings, others, plain, present, variable
+from keepstep_agent.core.injection.pod_fitness import covers
 from keepstep_agent.core.injection.pod_resources import agent_resources, with_the_trainers_memory
 from keepstep_agent.core.injection.spec import Injection, InjectionDefaults
 from keepstep_agent.core.injection.volumes import (
@@ -30,6 +31,8 @@ _FROM_THE_POD: Final = {
     environment_variable("cluster.pod_namespace"): "metadata.namespace",
     environment_variable("cluster.pod_uid"): "metadata.uid",
 }
+AGENT_FILES: Final = {environment_variable("store.aws_files"): "false"}
+"""Variables that keep restore and agent from files that somebody else may have put where libraries look for them."""
 _EVICTION_THRESHOLD: Final = environment_variable("disk.eviction_threshold_percent")
 
 
@@ -57,6 +60,7 @@ def our_containers(
         names.ENV_CHECKPOINT_DIRECTORY: place.directory,
         names.ENV_SOCKET: POD_SOCKET,
         names.ENV_STATE_DIRECTORY: names.POD_STATE_DIRECTORY,
+        **AGENT_FILES,
         environment_variable("termination.grace_seconds"): str(grace_seconds),
         **_place_texts(metadata, place),
         **watch_texts(place, injection),
@@ -64,6 +68,10 @@ def our_containers(
     }
     resources = agent_resources(spec, injection, defaults, findings)
     has_identity = not injection.claim and not injection.credentials
+    tokens = _beside(place, identity_mounts(trainer)) if has_identity else []
+    for mount in tokens:
+        if covered := covers(present(mount, "name", ""), plain(mount["mountPath"])):
+            findings.problems.append(f"{covered}, and the trainer's identity lies on it: mount it elsewhere")
     shared: dict[str, Any] = {
         "image": defaults.image,
         "imagePullPolicy": defaults.image_pull_policy,
@@ -81,7 +89,7 @@ def our_containers(
             SOCKET_MOUNT,
             STATE_MOUNT,
             *store_mounts(injection),
-            *(_beside(place, identity_mounts(trainer)) if has_identity else []),
+            *tokens,
         ],
         "securityContext": security_context(spec, trainer, injection, openshift=defaults.openshift, findings=findings),
     }

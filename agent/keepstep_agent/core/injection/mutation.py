@@ -19,6 +19,7 @@ from keepstep_agent.core.injection.json_patch import difference
 from keepstep_agent.core.injection.output_directories import output_problems
 from keepstep_agent.core.injection.pod import OURS, Container, Findings, find_trainer, others, present, shape_problems
 from keepstep_agent.core.injection.pod_fitness import doubtful, impossible, unfit
+from keepstep_agent.core.injection.pod_resources import limited_by_others, within_limits
 from keepstep_agent.core.injection.spec import Injection, InjectionDefaults, Mutation, Pod, Refusal
 from keepstep_agent.core.injection.trainer_changes import changed_trainer
 from keepstep_agent.core.injection.volumes import find_place
@@ -39,6 +40,7 @@ def ensured(existing: Mapping[str, Any], wanted: Mapping[str, Any], *, as_before
     kept = {key for key in _THE_CLUSTERS & existing.keys() if as_before and existing[key]}
     return {
         **existing,
+        **({"resources": within_limits(existing["resources"])} if "resources" in kept else {}),
         **{key: _ensured(key, existing.get(key), value) for key, value in wanted.items() if key not in kept},
     }
 
@@ -98,6 +100,8 @@ def _changed(pod: Pod, injection: Injection, defaults: InjectionDefaults, findin
         "volumes": volumes.with_volumes(spec, injection, place),
         "terminationGracePeriodSeconds": grace_seconds,
     }
+    agents = (holder.get("resources", {}) for holder in (new_spec["initContainers"][-1], ours[-1]))
+    findings.warnings += limited_by_others(*agents)
     annotations = {**present(metadata, "annotations", {}), names.ANNOTATION_INJECTED: made}
     return {**pod, "metadata": {**metadata, "annotations": annotations}, "spec": new_spec}
 

@@ -188,6 +188,23 @@ def value_of(container: Container, name: str) -> str | None:
     return None if entry is None or entry.get("valueFrom") else present(entry, "value", "")
 
 
+SYSTEM_FOLDERS: Final = (
+    "/bin",
+    "/etc",
+    "/lib",
+    "/lib64",
+    "/sbin",
+    "/usr/bin",
+    "/usr/lib",
+    "/usr/lib64",
+    "/usr/local/bin",
+    "/usr/local/lib",
+    "/usr/sbin",
+    "/usr/share",
+)
+"""Folders from which programs of any image start, ours and the trainer's: no volume may hide them."""
+
+
 def mount_above(mounts: Iterable[Mapping[str, Any]], path: str) -> Mapping[str, Any] | None:
     """Return the mount on which `path` lies: the nearest one at or above it."""
     above = [mount for mount in mounts if is_at_or_below(path, present(mount, "mountPath", ""))]

@@ -1,31 +1,26 @@
 """Finds what forbids injecting a pod, and what its author may not intend."""
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from keepstep_agent.core.injection import volumes
 from keepstep_agent.core.injection.job_identity import node_rank
-from keepstep_agent.core.injection.pod import MESH_PROXIES, OURS, others, overlap, present
+from keepstep_agent.core.injection.pod import MESH_PROXIES, OURS, SYSTEM_FOLDERS, others, overlap, present
 from keepstep_agent.core.injection.spec import Injection
 from keepstep_agent.core.injection.volumes import CheckpointPlace, ephemeral_limit
-from keepstep_api.names import ANNOTATION_INJECT, ANNOTATION_PREFIX
+from keepstep_agent.core.settings.table import environment_variable, setting_fields
+from keepstep_api.names import ANNOTATION_INJECT, ANNOTATION_PREFIX, CA_BUNDLE_VOLUME
 
-_IN_OUR_IMAGE: Final = (
-    "/bin",
-    "/etc",
-    "/lib",
-    "/lib64",
-    "/opt/keepstep",
-    "/sbin",
-    "/usr/bin",
-    "/usr/lib",
-    "/usr/lib64",
-    "/usr/local/bin",
-    "/usr/local/lib",
-    "/usr/sbin",
-)
-"""Folders that restore and agent need to start, see Dockerfile.agent. The trainer's image may have nothing there."""
+IN_OUR_IMAGE: Final = (*SYSTEM_FOLDERS, "/opt/keepstep")
+"""Folders from which restore and agent read programs, libraries, certificates and configuration, and their HOME, see
+Dockerfile.agent. The trainer's image may have nothing there."""
+_TOKENS: Final = ("/run/secrets", "/var/run/secrets")
+"""Where the API server mounts the service account's token."""
 _OPEN: Final = "or use a bucket with the pod's workload identity, which the trainer has too"
+_PUBLIC_BUNDLE: Final = f"or put the certificates into a ConfigMap, as {ANNOTATION_PREFIX}ca-bundle: configmap/name/key"
+_EVENT_URL: Final = environment_variable("events.event_url")
+_URL_WITH_PASSWORD: Final = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*://[^/?#]*@")
 
 
 def impossible(spec: Mapping[str, Any], injection: Injection, *, injected: bool) -> Iterator[str]:
@@ -37,10 +32,12 @@ def impossible(spec: Mapping[str, Any], injection: Injection, *, injected: bool)
     if present(spec, "os", {}).get("name") == "windows" or of_node.get("kubernetes.io/os") == "windows":
         yield f"Keepstep runs only on Linux: remove {ANNOTATION_INJECT} from this Windows pod"
     shared = next((key for key in ("shareProcessNamespace", "hostPID") if spec.get(key)), None)
-    kept = _kept_from_the_trainer(injection)
-    if shared and kept:
-        # A trainer that sees the agent's processes, and runs as the same user, can read their files in /proc/PID/root.
-        yield f"with {shared} the trainer could reach {kept} through the agent's processes: remove {shared}, {_OPEN}"
+    if shared:
+        # A trainer that sees the agent's processes, and runs as the same user, can read their files in /proc/PID/root
+        # and their variables in /proc/PID/environ.
+        for secret, instead in _kept_from_the_trainer(injection):
+            problem = f"with {shared} the trainer could reach {secret} through the agent's processes"
+            yield f"{problem}: remove {shared}, {instead}"
     if injected:
         return
     all_names = (
@@ -53,26 +50,42 @@ def impossible(spec: Mapping[str, Any], injection: Injection, *, injected: bool)
             yield f"the pod already has {name} in its {kind}, a name that Keepstep uses: rename yours"
 
 
-def _kept_from_the_trainer(injection: Injection) -> str:
-    """Name what agent and restore mount and the trainer must not reach; empty if there is nothing."""
-    if injection.claim:
-        return f"the claim {injection.claim.name} of the destination"
-    return f"the Secret {injection.credentials}" if injection.credentials else ""
+def _kept_from_the_trainer(injection: Injection) -> Iterator[tuple[str, str]]:
+    """Yield what agent and restore have in volumes and variables and the trainer must not, and what to do instead."""
+    for volume in volumes.store_volumes(injection):
+        if claim := volume.get("persistentVolumeClaim"):
+            yield f"the claim {claim['claimName']} of the destination", _OPEN
+        if secret := volume.get("secret"):
+            is_bundle = volume["name"] == CA_BUNDLE_VOLUME
+            yield f"the Secret {secret['secretName']}", _PUBLIC_BUNDLE if is_bundle else _OPEN
+    for setting in setting_fields():
+        text = injection.settings.get(setting.environment, "")
+        # Receivers' URLs have their tokens anywhere, others have at most a password.
+        if text and (setting.environment == _EVENT_URL or _URL_WITH_PASSWORD.match(text)):
+            yield f"the secret in {setting.annotation}", "or leave that annotation out"
 
 
 def unfit(place: CheckpointPlace, injection: Injection) -> Iterator[str]:
     """Yield why checkpoints, or temporary files, cannot be in this place."""
-    hidden = next((path for path in _IN_OUR_IMAGE if overlap(path, place.mount_path)), None)
-    if hidden:
-        yield (
-            f"the volume {place.volume} at {place.mount_path} would hide {hidden} in Keepstep's image: "
-            f"mount it elsewhere, or choose another {ANNOTATION_PREFIX}checkpoint-directory"
-        )
+    elsewhere = f"mount it elsewhere, or choose another {ANNOTATION_PREFIX}checkpoint-directory"
+    if covered := covers(place.volume, place.mount_path):
+        yield f"{covered}: {elsewhere}"
+    elif any(overlap(path, place.mount_path) for path in _TOKENS):
+        yield f"the volume {place.volume} at {place.mount_path} would lie over service account tokens: {elsewhere}"
     if injection.temporary_files and place.directory == place.mount_path:
         yield (
             f"{ANNOTATION_PREFIX}temporary-files would mix temporary files with checkpoints: "
             f"choose a {ANNOTATION_PREFIX}checkpoint-directory below a volume's mount, or leave that annotation out"
         )
+
+
+def covers(volume: str, mount_path: str) -> str:
+    """Say what of the agent's own a volume that the trainer writes would lie over; empty if nothing."""
+    hidden = next((path for path in IN_OUR_IMAGE if overlap(path, mount_path)), None)
+    if hidden:
+        return f"the volume {volume} at {mount_path} would hide {hidden} in Keepstep's image"
+    taken = next((path for path in volumes.OUR_MOUNTS if overlap(path, mount_path)), None)
+    return f"the volume {volume} at {mount_path} collides with {taken}, where Keepstep mounts its own" if taken else ""
 
 
 def doubtful(metadata: Mapping[str, Any], spec: Mapping[str, Any], place: CheckpointPlace) -> Iterator[str]:

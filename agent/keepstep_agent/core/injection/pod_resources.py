@@ -12,6 +12,7 @@ from typing import Any, Final
 from keepstep_agent.core.injection.pod import Container, Findings, others, present, quantity_or_nothing
 from keepstep_agent.core.injection.spec import Injection, InjectionDefaults
 from keepstep_agent.core.injection.volumes import ephemeral_limit
+from keepstep_api.names import ANNOTATION_PREFIX
 
 REQUESTED_CPU: Final = "250m"
 GUARANTEED_CPU: Final = "500m"
@@ -86,6 +87,31 @@ def agent_resources(
         # If no container has such a limit, ours would become the whole pod's, including the checkpoints.
         requests["ephemeral-storage"] = limits["ephemeral-storage"] = _EPHEMERAL_STORAGE
     return {key: amounts for key, amounts in (("requests", requests), ("limits", limits)) if amounts}
+
+
+def within_limits(resources: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the resources with no request above its limit, which the API server would refuse.
+
+    After the first review, a LimitRange of the namespace gives a container the limits that it does not have itself,
+    whatever it requests. Nothing in the pod shows such limits before.
+    """
+    limits, requests = present(resources, "limits", {}), present(resources, "requests", {})
+    above = [
+        name
+        for name, amount in requests.items()
+        if limits.get(name) is not None and quantity_or_nothing(amount) > quantity_or_nothing(limits[name])
+    ]
+    return {**resources, "requests": {**requests, **{name: limits[name] for name in above}}} if above else {**resources}
+
+
+def limited_by_others(resources: Mapping[str, Any], wanted: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a warning if the agent's `resources` have a CPU limit that the `wanted` ones leave out."""
+    cpu = present(resources, "limits", {}).get("cpu")
+    if cpu is not None and "cpu" in wanted.get("requests", {}) and "cpu" not in wanted.get("limits", {}):
+        yield (
+            f"a LimitRange or another webhook limits the agent's CPU to {cpu}, which may slow its uploads: "
+            f"{ANNOTATION_PREFIX}cpu sets its request and limit"
+        )
 
 
 def with_the_trainers_memory(resources: Mapping[str, Any], trainer: Container) -> Mapping[str, Any]:

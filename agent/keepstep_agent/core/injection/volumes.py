@@ -174,6 +174,18 @@ SOCKET_MOUNT: Final[Mapping[str, Any]] = {"name": names.SOCKET_VOLUME, "mountPat
 STATE_MOUNT: Final[Mapping[str, Any]] = {"name": names.STATE_VOLUME, "mountPath": names.POD_STATE_DIRECTORY}
 """For restore and agent only. They trust what is stored there, so the trainer must not mount it."""
 AUTOLOAD_MOUNT: Final[Mapping[str, Any]] = {"name": names.AUTOLOAD_VOLUME, "mountPath": names.POD_AUTOLOAD_PATH}
+OUR_MOUNTS: Final = (
+    names.POD_SOCKET_DIRECTORY,
+    # The same in most images, where /var/run is a link.
+    f"/var{names.POD_SOCKET_DIRECTORY}",
+    names.POD_STATE_DIRECTORY,
+    names.POD_DESTINATION_PATH,
+    names.POD_AUTOLOAD_PATH,
+    names.POD_CA_PATH,
+    names.POD_CREDENTIALS_PATH,
+)
+"""Where restore and agent mount volumes of their own. A volume of the trainer at or above one of them could be used to
+replace it, and inside one it would be among the agent's own files."""
 OURS: Final = frozenset(
     {
         names.CHECKPOINT_VOLUME,
@@ -227,6 +239,11 @@ def _volumes(injection: Injection, place: CheckpointPlace) -> Iterator[dict[str,
     yield {"name": names.STATE_VOLUME, "emptyDir": {"sizeLimit": _STATE_LIMIT}}
     if injection.autoload:
         yield {"name": names.AUTOLOAD_VOLUME, "emptyDir": {"sizeLimit": _AUTOLOAD_LIMIT}}
+    yield from store_volumes(injection)
+
+
+def store_volumes(injection: Injection) -> Iterator[dict[str, Any]]:
+    """Yield the volumes by which restore and agent reach the destination."""
     if injection.claim:
         yield {
             "name": names.DESTINATION_VOLUME,

@@ -216,28 +216,27 @@ class OutputHistory:
         for path in unstored:
             if path not in left_out and (reason := bad_name(path)):
                 left_out[path] = reason
-        # When what no snapshot holds was changed first, and last.
-        first, last = dict(self._waiting), {path: self._files[path].written_at for path in unstored}
-        last |= {path: self._waiting[path] for path in deleted}
         growing = frozenset(path for path in unstored if self._files[path].is_log)
-        if not growing.issuperset(files):
-            for path in growing & first.keys():
-                del first[path], last[path]
-        if {path: to for path, to in links.items() if not self._scan.is_unknown(path)} != self._scan.links:
-            first[""] = last[""] = self._links_changed_at
-        is_quiet = at - max(last.values(), default=at) >= QUIET_SECONDS
+        counted = unstored if growing.issuperset(files) else [path for path in unstored if path not in growing]
+        have_links_changed = {
+            path: to for path, to in links.items() if not self._scan.is_unknown(path)
+        } != self._scan.links
+        # When what no snapshot holds was changed first, and last.
+        changes = [self._links_changed_at] * have_links_changed
+        deletions = [self._waiting[path] for path in deleted]
+        first_at = min((*changes, *deletions, *(self._waiting[path] for path in counted)), default=None)
+        last_at = max((*changes, *deletions, *(self._files[path].written_at for path in counted)), default=None)
+        is_quiet = last_at is not None and at - last_at >= QUIET_SECONDS
         cut_at = at if end is None else end.failed_at
-        if not first:
-            self._waiting_since = None
-        elif self._waiting_since is None:
-            self._waiting_since = min(first.values())
+        if first_at is None or self._waiting_since is None:
+            self._waiting_since = first_at
         is_time = is_quiet or (self._waiting_since is not None and at - self._waiting_since >= DUE_SECONDS)
-        fit = frozenset(path for path in first if path in files and path not in left_out)
+        fit = frozenset(path for path in counted if path not in left_out)
         # As long as something is left out, what is gone stays in the snapshot.
-        is_news = bool(fit) or "" in first or (bool(first) and not left_out)
+        is_news = bool(fit) or have_links_changed or (first_at is not None and not left_out)
         return Decision(
             due=is_time and is_news,
-            restless=at - max(last.values(), default=at - _SETTLED_SECONDS) < _SETTLED_SECONDS,
+            restless=last_at is not None and at - last_at < _SETTLED_SECONDS,
             fit=fit,
             left_out=left_out,
             together=together,
@@ -292,33 +291,35 @@ class OutputHistory:
         self, unstored: Sequence[str], at: float, end: ProgramEnd | None
     ) -> tuple[dict[str, str], dict[str, int]]:
         """Return why files are not fit, and which go together."""
-        files = {path: self._files[path] for path in unstored}
+        files = self._files
         if end is not None and end.failed_at is None:
-            return {path: file.reason for path, file in files.items() if file.proof is Proof.BROKEN}, {}
+            return {path: files[path].reason for path in unstored if files[path].proof is Proof.BROKEN}, {}
         cut_at = at if end is None or end.failed_at is None else min(at, end.failed_at)
         until = float("inf") if end is None else end.until
         left_out = {
-            path: file.reason or _WRITTEN
-            for path, file in files.items()
-            if file.proof is Proof.BROKEN or not (file.written_at > until or file.is_whole(cut_at))
+            path: files[path].reason or _WRITTEN
+            for path in unstored
+            if files[path].proof is Proof.BROKEN or not (files[path].written_at > until or files[path].is_whole(cut_at))
         }
         together: dict[str, int] = {}
         databases: dict[str, int] = {}
-        for path, file in files.items():
-            if file.proof is Proof.ANY_INSTANT:
+        for path in unstored:
+            if files[path].proof is Proof.ANY_INSTANT:
                 together[path] = databases.setdefault(database_of(path), -1 - len(databases))
-        grouped = frozenset(path for path, file in files.items() if not self._stands_alone(path, file, cut_at))
+        grouped = frozenset(path for path in unstored if not self._stands_alone(path, files[path], cut_at))
+        if not grouped:
+            return left_out, together
         for number, (group, before, next_at, paths) in enumerate(self._groups(grouped)):
             together.update(dict.fromkeys(paths, number))
-            states = {path: files[path].state(cut_at) for path in paths}
             unfit = next((path for path in sorted(paths) if path in left_out), None)
             is_over = group.ended_at > until or is_complete(
                 group,
                 before,
                 next_at=next_at,
                 at=cut_at,
-                is_renamed=all(state is FileState.RENAMED for state in states.values()),
-                is_proven=end is not None and all(is_proven(states[path], files[path].proof) for path in paths),
+                is_renamed=all(files[path].state(cut_at) is FileState.RENAMED for path in paths),
+                is_proven=end is not None
+                and all(is_proven(files[path].state(cut_at), files[path].proof) for path in paths),
             )
             if unfit is not None or not is_over:
                 reason = _INCOMPLETE if unfit is None else _TOGETHER.format(unfit)

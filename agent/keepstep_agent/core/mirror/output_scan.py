@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from keepstep_agent.core.errors import RequestError
@@ -35,6 +35,13 @@ class OutputScan:
     missing: frozenset[str] = frozenset()
     unannounced: frozenset[str] = frozenset()
     comes_back_changed: Mapping[str, str] = field(default_factory=dict)
+
+    def without(self, refused: Mapping[str, str]) -> "OutputScan":
+        """Return the look without these files, which cannot be stored for these reasons."""
+        if not refused:
+            return self
+        files = {path: seen for path, seen in self.files.items() if path not in refused}
+        return replace(self, files=files, problems={**self.problems, **refused})
 
     def is_unknown(self, path: str) -> bool:
         """Whether the look could not show what is at a path: it lies in what is missing or could not be read."""

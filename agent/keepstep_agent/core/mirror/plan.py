@@ -8,13 +8,16 @@ taken newest first, as far as the volume has room.
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
+from heapq import merge
+from operator import attrgetter
 from typing import Final
 
 from keepstep_agent.core.errors import RequestError, printable
-from keepstep_agent.core.mirror.base import HeldFile, MirrorBase
+from keepstep_agent.core.file_lists import FileEntries, SnapshotContent
+from keepstep_agent.core.mirror.base import MirrorBase
 from keepstep_agent.core.mirror.output_history import Decision, database_of
 from keepstep_agent.core.mirror.output_scan import OutputScan, bad_name, folder_of, folders_above
-from keepstep_agent.core.model import FileEntry, Fingerprint, PinMethod, SnapshotContent, SourceFile
+from keepstep_agent.core.model import FileEntry, Fingerprint, PinMethod, SourceFile
 from keepstep_agent.core.stored.object_layout import check_link
 
 _MOST_LINES: Final = 20
@@ -50,21 +53,27 @@ def plan_snapshot(
             changed and is still the same inode is rewritten in place, so it must be copied.
         budget_bytes: Room for copies; None: not known.
     """
-    aliases = {held.fingerprint: held for held in base.files.values()}
-    kept: list[FileEntry] = []
+    stored = base.files.looks()
+    # Of files that may have got another name.
+    aliases = {seen: path for path, seen in stored.items()}
+    # Paths whose stored version is kept; links, and what is stored under another path.
+    kept: list[str] = []
+    others: list[FileEntry] = []
     looks: dict[str, Fingerprint] = {}
     not_stored = dict(scan.problems) | dict.fromkeys(scan.unannounced, _UNANNOUNCED)
     wanted: list[SourceFile] = []
     for path, seen in scan.files.items():
         if base.others.get(path) == seen:
             continue
-        held = base.files.get(path)
-        if held is None or held.fingerprint != seen:
+        held = stored.get(path)
+        if held is None or held != seen:
             reason = decision.left_out.get(path, "")
             alias = aliases.get(seen)
             if alias is not None and not reason:
-                held = HeldFile(fingerprint=seen, entry=replace(alias.entry, path=path, modified_ns=seen.mtime_ns))
-            elif reason:
+                others.append(replace(base.files[alias].entry, path=path, modified_ns=seen.mtime_ns))
+                looks[path] = seen
+                continue
+            if reason:
                 not_stored[path] = reason
             else:
                 method = _method(path, seen, decision, pinned_before)
@@ -72,46 +81,49 @@ def plan_snapshot(
                 wanted.append(SourceFile(path=path, fingerprint=seen, method=method, group=group))
                 continue
         if held is not None:
-            kept.append(held.entry)
-            looks[path] = held.fingerprint
+            kept.append(path)
+            looks[path] = held
     sent, too_large = _within(wanted, budget_bytes)
     for file in too_large:
         not_stored[file.path] = f"a copy of its {file.fingerprint.size_bytes:,} bytes does not fit on the volume"
-        if file.path in base.files:
-            kept.append(base.files[file.path].entry)
-            looks[file.path] = base.files[file.path].fingerprint
+        if file.path in stored:
+            kept.append(file.path)
+            looks[file.path] = stored[file.path]
     looks.update((file.path, file.fingerprint) for file in sent)
     instead = [base.files[file.path].entry for file in sent if file.path in base.files]
-    taken = looks.keys() | scan.links.keys()
-    folders = {folder for path in taken for folder in folders_above(path)}
     is_left_out = bool(not_stored.keys() - scan.problems.keys() - scan.unannounced)
-    sent_paths = {file.path for file in sent}
-    for path in sorted(base.files.keys() - scan.files.keys()):
-        # Another file or a link has its name, has taken it for a folder, or lies above it.
-        if path in taken or path in folders or not taken.isdisjoint(folders_above(path)):
-            continue
-        # The log or journal of another version would destroy a database.
-        has_new_database = database_of(path) in sent_paths
-        if (is_left_out or path in decision.deleted or scan.is_unknown(path)) and not has_new_database:
-            kept.append(base.files[path].entry)
-            looks[path] = base.files[path].fingerprint
-        else:
-            instead.append(base.files[path].entry)
-    for path, target in _links_to_keep(scan, base, looks, not_stored):
-        kept.append(FileEntry(path=path, size_bytes=0, part_size_bytes=1, checksums=(), link=target))
-    files = tuple(sorted(sent, key=lambda file: (folder_of(file.path), file.path)))
-    names = {entry.path for entry in kept if not entry.link} | {file.path for file in files}
-    renamed = any(entry.path not in base.files for entry in kept if not entry.link)
+    if gone := sorted(base.files.keys() - scan.files.keys()):
+        taken = looks.keys() | scan.links.keys()
+        folders = {folder for path in taken for folder in folders_above(path)}
+        sent_paths = {file.path for file in sent}
+        for path in gone:
+            # Another file or a link has its name, has taken it for a folder, or lies above it.
+            if path in taken or path in folders or not taken.isdisjoint(folders_above(path)):
+                continue
+            # The log or journal of another version would destroy a database.
+            has_new_database = database_of(path) in sent_paths
+            if (is_left_out or path in decision.deleted or scan.is_unknown(path)) and not has_new_database:
+                kept.append(path)
+                looks[path] = stored[path]
+            else:
+                instead.append(base.files[path].entry)
+    links = dict(_links_to_keep(scan, base, looks, not_stored))
+    others += (
+        FileEntry(path=path, size_bytes=0, part_size_bytes=1, checksums=(), link=target)
+        for path, target in links.items()
+    )
+    path_of = attrgetter("path")
+    unchanged = (base.files[path].entry for path in sorted(kept))
     return SnapshotPlan(
         content=SnapshotContent(
             base=base.snapshot,
-            kept=tuple(sorted(kept, key=lambda entry: entry.path)),
-            files=files,
-            instead=tuple(instead),
+            kept=FileEntries(merge(unchanged, sorted(others, key=path_of), key=path_of)),
+            files=sorted(sent, key=lambda file: (folder_of(file.path), file.path)),
+            instead=instead,
         ),
         looks=looks,
         not_stored=tuple(_lines(not_stored)),
-        is_news=bool(files) or renamed or names != base.files.keys() or _links(kept) != base.links,
+        is_news=bool(sent) or looks.keys() != base.files.keys() or links != base.links,
     )
 
 
@@ -181,7 +193,3 @@ def _within(wanted: list[SourceFile], budget_bytes: int | None) -> tuple[list[So
     too_large_groups = {file.group for file in too_large} - {None}
     too_large += [file for file in sent if file.group in too_large_groups]
     return [file for file in sent if file.group not in too_large_groups], too_large
-
-
-def _links(entries: Collection[FileEntry]) -> Mapping[str, str]:
-    return {entry.path: entry.link for entry in entries if entry.link}

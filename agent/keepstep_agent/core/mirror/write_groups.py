@@ -9,9 +9,9 @@ clock. See docs/design/0027.
 
 import math
 import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Final
 
 from keepstep_agent.core.mirror.file_states import QUIET_SECONDS
@@ -31,20 +31,32 @@ _NUMBER: Final = re.compile(r"[0-9]+")
 _HASH: Final = re.compile(r"[0-9a-f]{8}-(?:[0-9a-f]{4}-){3}[0-9a-f]{12}|[0-9a-f]{16,}")
 # What no path has.
 _NUMBER_MARK: Final = "\0"
+_NEXT_NUMBER: Final = " "
 _HASH_MARK: Final = "\1"
 _OF: Final = "-of-"
 
-Kinds = Mapping[str, frozenset[tuple[str, ...]]]
-"""What was written together: the numbers in the paths of each kind. Paths of one kind differ in numbers and hashes."""
+Kinds = Mapping[str, frozenset[str]]
+"""What was written together: the numbers in the paths of each kind, those of a path with a space between them.
+
+Paths of one kind differ in numbers and hashes.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Write:
-    """One file was written, from its first change to its last one, as far as looks have shown it."""
+    """One file was written, from its first change to its last one, as far as looks have shown it.
+
+    `kind` is the path's, as in `Kinds`.
+    """
 
     path: str
     begun_at: float
     ended_at: float
+    kind: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        # Of 100,000 files it is asked for again and again.
+        object.__setattr__(self, "kind", kind_of(self.path))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,21 +71,18 @@ class WriteGroup:
     """
 
     paths: frozenset[str]
+    kinds: Kinds
     begun_at: float
     ended_at: float
     pause_seconds: float
     is_regular: bool
     is_repeated: bool
 
-    @property
-    def kinds(self) -> Kinds:
-        return kinds_of(self.paths)
 
-
-def kinds_of(paths: Iterable[str]) -> Kinds:
-    kinds: dict[str, set[tuple[str, ...]]] = {}
-    for path in paths:
-        kinds.setdefault(kind_of(path), set()).add(tuple(_NUMBER.findall(_HASH.sub(_HASH_MARK, path))))
+def _kinds(writes: Iterable[Write]) -> Kinds:
+    kinds: dict[str, set[str]] = {}
+    for write in writes:
+        kinds.setdefault(write.kind, set()).add(_numbers_of(write.path))
     return {kind: frozenset(numbers) for kind, numbers in kinds.items()}
 
 
@@ -96,7 +105,7 @@ def is_of_one_save(kinds: Kinds, before: Kinds) -> bool:
 def saves_by_name(paths: Iterable[str]) -> list[Kinds]:
     """Return the kinds of each save, as far as names tell them apart. `paths`: in the order of their writes."""
     parts = [[Write(path=path, begun_at=0.0, ended_at=0.0)] for path in paths]
-    return [kinds_of(save.paths) for save in _saves(parts)]
+    return [_kinds(save.writes) for save in _saves(parts)]
 
 
 def groups(writes: Sequence[Write]) -> list[WriteGroup]:
@@ -120,6 +129,7 @@ def groups(writes: Sequence[Write]) -> list[WriteGroup]:
             found.append(
                 WriteGroup(
                     paths=paths,
+                    kinds=_kinds(part),
                     begun_at=begun_at,
                     ended_at=max(write.ended_at for write in part),
                     pause_seconds=min(QUIET_SECONDS, pause_seconds),
@@ -136,21 +146,21 @@ class _Numbers:
     """The numbers that paths of one kind have, and those of each of their places."""
 
     def __init__(self, places: int) -> None:
-        self._all: set[tuple[str, ...]] = set()
+        self._all: frozenset[str] = frozenset()
         self._places: list[set[str]] = [set() for _ in range(places)]
         self._largest = [0] * places
 
-    def add(self, numbers: frozenset[tuple[str, ...]]) -> None:
-        self._all |= numbers
+    def add(self, numbers: frozenset[str]) -> None:
+        self._all = self._all | numbers if self._all else numbers
         for place, own in enumerate(_columns(numbers)):
             self._places[place] |= own
             self._largest[place] = max(self._largest[place], *map(int, own))
 
-    def have_come_late(self, numbers: frozenset[tuple[str, ...]]) -> bool:
+    def have_come_late(self, numbers: frozenset[str]) -> bool:
         """Whether these numbers are new and have no new number in any place."""
         return numbers.isdisjoint(self._all) and not any(map(set.isdisjoint, _columns(numbers), self._places))
 
-    def are_of_another_step(self, kind: str, numbers: frozenset[tuple[str, ...]]) -> bool:
+    def are_of_another_step(self, kind: str, numbers: frozenset[str]) -> bool:
         """Whether a number that differs in these is a step's, or belongs to a time.
 
         It may be a rank's if it is small, and if there is a number before it in the path that does not differ.
@@ -175,15 +185,14 @@ class _Save:
     numbers: dict[str, _Numbers] = field(default_factory=dict)
     is_sure: bool = True
 
-    def add(self, part: Sequence[Write], kinds: Kinds) -> None:
-        self.writes.extend(part)
+    def add_names(self, part: Sequence[Write], kinds: Kinds) -> None:
         self.paths.update(write.path for write in part)
         _add_numbers(self.numbers, kinds)
 
     def ends_before(self, part: Sequence[Write]) -> bool:
         """Whether the names of the next part show that it is of another save."""
         paths = {write.path for write in part}
-        kinds = kinds_of(paths - self.paths)
+        kinds = _kinds(write for write in part if write.path not in self.paths)
         common = kinds.keys() & self.numbers.keys()
         if any(self.numbers[kind].are_of_another_step(kind, kinds[kind]) for kind in common):
             return True
@@ -195,22 +204,34 @@ def _saves(parts: Iterable[Sequence[Write]]) -> list[_Save]:
     """Join a part to the one before it unless its names show that another save has begun."""
     found: list[_Save] = []
     known: dict[str, _Numbers] = {}
+    before: Sequence[Write] = ()
     for part in parts:
-        kinds = kinds_of(write.path for write in part)
-        # A rank's files came late.
-        is_late = all(kind in known and known[kind].have_come_late(numbers) for kind, numbers in kinds.items())
-        if not found or (not is_late and found[-1].ends_before(part)):
+        if not before:
             found.append(_Save())
-        elif not is_late and found[-1].numbers.keys().isdisjoint(kinds):
-            found[-1].is_sure = False
-        found[-1].add(part, kinds)
-        _add_numbers(known, kinds)
+        else:
+            # Only for a part that follows: of 100,000 files the names in these sets take 30 MiB.
+            kinds_before = _kinds(before)
+            found[-1].add_names(before, kinds_before)
+            _add_numbers(known, kinds_before)
+            kinds = _kinds(part)
+            # A rank's files came late.
+            is_late = all(kind in known and known[kind].have_come_late(numbers) for kind, numbers in kinds.items())
+            if not is_late and found[-1].ends_before(part):
+                found.append(_Save())
+            elif not is_late and found[-1].numbers.keys().isdisjoint(kinds):
+                found[-1].is_sure = False
+        found[-1].writes.extend(part)
+        before = part
+    for save in found:
+        # Of many files they take more memory than all else of it.
+        save.numbers.clear()
+        save.paths.clear()
     return found
 
 
 def _add_numbers(known: dict[str, _Numbers], kinds: Kinds) -> None:
     for kind, numbers in kinds.items():
-        known.setdefault(kind, _Numbers(len(next(iter(numbers))))).add(numbers)
+        known.setdefault(kind, _Numbers(kind.count(_NUMBER_MARK))).add(numbers)
 
 
 def _is_of_a_time(texts: Sequence[str], place: int) -> bool:
@@ -220,8 +241,14 @@ def _is_of_a_time(texts: Sequence[str], place: int) -> bool:
     return after - before >= _NUMBERS_OF_A_TIME
 
 
-def _columns(numbers: frozenset[tuple[str, ...]]) -> list[set[str]]:
-    return [set(column) for column in zip(*numbers, strict=True)]
+def _columns(numbers: frozenset[str]) -> list[set[str]]:
+    columns: list[set[str]] = []
+    for of_path in numbers:
+        places = of_path.split(_NEXT_NUMBER) if of_path else []
+        columns = columns or [set() for _ in places]
+        for column, number in zip(columns, places, strict=True):
+            column.add(number)
+    return columns
 
 
 def _begins_as_the_first(part: Sequence[Write], parts: Sequence[Sequence[Write]]) -> bool:
@@ -230,18 +257,18 @@ def _begins_as_the_first(part: Sequence[Write], parts: Sequence[Sequence[Write]]
     It begins with the kind of file with which the first part like it began, after a rest; and the part just before it
     has a kind of it, because files that take turns may be one save.
     """
-    kinds = {kind_of(write.path) for write in part}
+    kinds = {write.kind for write in part}
     for other in parts:
-        common = [write for write in other if kind_of(write.path) in kinds]
+        common = [write for write in other if write.kind in kinds]
         if common:
-            takes_turns = len(parts) > 1 and not any(kind_of(write.path) in kinds for write in parts[-2])
+            takes_turns = len(parts) > 1 and not any(write.kind in kinds for write in parts[-2])
             return not takes_turns and not _first_kinds(common).isdisjoint(_first_kinds(part))
     return True
 
 
 def _first_kinds(writes: Sequence[Write]) -> set[str]:
     """Return the kinds of the files that were written first: of several if they are links to one."""
-    return {kind_of(write.path) for write in writes if write.ended_at == writes[0].ended_at}
+    return {write.kind for write in writes if write.ended_at == writes[0].ended_at}
 
 
 def is_complete(
@@ -283,10 +310,13 @@ def related_kinds(group: WriteGroup, earlier: Sequence[Kinds], later: Sequence[W
     return next((kinds for kinds in candidates if not own.isdisjoint(kinds)), None)
 
 
-@lru_cache(maxsize=65_536)
+def _numbers_of(path: str) -> str:
+    return _NEXT_NUMBER.join(_NUMBER.findall(_HASH.sub(_HASH_MARK, path)))
+
+
 def kind_of(path: str) -> str:
     """Return what the paths of one kind have in common: all but numbers and hashes."""
-    return _NUMBER.sub(_NUMBER_MARK, _HASH.sub(_HASH_MARK, path))
+    return sys.intern(_NUMBER.sub(_NUMBER_MARK, _HASH.sub(_HASH_MARK, path)))
 
 
 def _pauses(writes: Sequence[Write]) -> Iterator[float]:

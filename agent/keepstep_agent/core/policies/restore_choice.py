@@ -5,8 +5,9 @@ the pinned checkpoint or none; a pin has exactly one encoding, so that a pod rec
 back.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Annotated, Final, Literal
 
 from msgspec import Meta, Struct
@@ -78,8 +79,8 @@ class CommittedSave:
     """A save that has a commit marker, as the listing shows it.
 
     `series` is empty for an announced checkpoint; for a snapshot `step` is its number in the series. `output_key`:
-    which output directory it belongs to. `saved_at` only breaks ties: it is read if several saves share a step, and is
-    0 otherwise. `modified_at` is when the marker was written, by the store's clock.
+    which output directory it belongs to. `saved_at` is what the marker says, 0 if it was not read. `modified_at` is
+    when the marker was written, by the store's clock: if somebody copied the run to another bucket, when that was.
 
     `weights_only`: only its weights are left, and its marker is of another kind. It is not committed any more.
     """
@@ -92,6 +93,20 @@ class CommittedSave:
     saved_at: float = 0.0
     modified_at: float = 0.0
     weights_only: bool = False
+
+    @property
+    def committed_at(self) -> float:
+        """When it was saved, by its marker if that was read. An agent whose clock is ahead makes it no younger."""
+        return min(self.saved_at or self.modified_at, self.modified_at)
+
+
+BOTH_CLOCKS: Final[tuple[Callable[[CommittedSave], float], ...]] = (
+    attrgetter("modified_at"),
+    attrgetter("committed_at"),
+)
+"""The store's clock, which is wrong for copies, and the marker's, which is wrong if the agent's clock was. What deletes
+anything has to be right by both.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,11 +205,22 @@ def by_line(committed: Iterable[CommittedSave]) -> dict[tuple[str, str], list[Co
 
 
 def last_line(committed: Iterable[CommittedSave]) -> list[CommittedSave]:
-    """Return the saves of the output directory, or of the series, that was committed to last, in their order.
+    """Return the saves of the output directory, or of the series, that was committed to last, in their order."""
+    return max(by_line(committed).values(), key=last_commit_at, default=[])
 
-    By the store's clock.
+
+def last_commit_at(line: Iterable[CommittedSave]) -> float:
+    """Return when a line was committed to last; `catalog.markers.with_last_commits` reads the markers that say it."""
+    return max(one.committed_at for one in last_commits(line))
+
+
+def last_commits(line: Iterable[CommittedSave]) -> tuple[CommittedSave, CommittedSave]:
+    """Return the two saves of a line that were possibly committed last: the newest, and the youngest for the store.
+
+    A run that fell back commits below the newest, and in a copied bucket any of them may be the youngest.
     """
-    return max(by_line(committed).values(), key=lambda line: max(one.modified_at for one in line), default=[])
+    saves = newest_first(line)
+    return saves[0], max(saves, key=lambda one: one.modified_at)
 
 
 def choose(committed: Sequence[CommittedSave], *, pin: Pin | None, failures: Mapping[str, str]) -> Choice:

@@ -12,7 +12,7 @@ from typing import Final
 
 from keepstep_agent.core.model import CommitMarker, Kind
 from keepstep_agent.core.policies.goodput import GoodputReport, StartReport, report_goodput
-from keepstep_agent.core.policies.restore_choice import CommittedSave, last_line
+from keepstep_agent.core.policies.restore_choice import CommittedSave, last_commit_at, last_line
 from keepstep_agent.core.policies.run_history import JobStart, RunHistory, RunSave, run_history
 from keepstep_agent.core.stored.ledger import AgentEnded, AgentLife, SaveLost
 
@@ -190,17 +190,20 @@ def overview_of(
     """
     known = tuple(lives)
     history = run_history(known)
+    if newest is not None:
+        listed = [replace(one, saved_at=newest.saved_at) if one.save == newest.info.save else one for one in listed]
+    timed = _by_ledger(listed, history)
     report = report_goodput(history) if history.starts else None
     rows = _checkpoint_rows(
-        listed, newest, history, known, weights_only=weights_only, damaged=damaged, all_listed=all_listed
+        timed, newest, history, known, weights_only=weights_only, damaged=damaged, all_listed=all_listed
     )
     sizes = {row.save: row.size_bytes for row in rows if row.state in _WHOLE and not row.series}
     last = history.starts[-1] if history.starts else None
     overview = RunOverview(
-        recovery=_recovery_point(usable_newest(listed, damaged), newest, history),
+        recovery=_recovery_point(usable_newest(timed, damaged), newest, history),
         time=_time(report) if report else None,
         last_sign_at=max((start.ended_at for start in history.starts), default=None),
-        last_commit_at=max((one.modified_at for one in listed), default=None),
+        last_commit_at=last_commit_at(timed) if timed else None,
         final=newest is not None and newest.info.kind is Kind.FINAL,
         ended=last is not None and last.ended,
         failed=last is not None and _has_failed(last, known),
@@ -243,14 +246,20 @@ def _recovery_point(
         return None
     noted = next((save for save in history.saves if save.save == first.save), None)
     kind = Kind.SNAPSHOT.value if first.series else ""
-    taken_at = first.modified_at
+    taken_at = first.committed_at
     if noted is not None:
         kind, taken_at = noted.kind, noted.taken_at
-    elif newest is not None:
+    elif newest is not None and newest.info.save == first.save:
         kind, taken_at = newest.info.kind.value, newest.saved_at
     return RecoveryPoint(
-        step=None if first.series else first.step, kind=kind, taken_at=taken_at, committed_at=first.modified_at
+        step=None if first.series else first.step, kind=kind, taken_at=taken_at, committed_at=first.committed_at
     )
+
+
+def _by_ledger(listed: Iterable[CommittedSave], history: RunHistory) -> list[CommittedSave]:
+    """Return the saves with when they were committed, where the ledger says it: no marker has to be read for it."""
+    noted = {save.save: save.committed_at for save in history.saves}
+    return [replace(one, saved_at=noted.get(one.save) or one.saved_at) for one in listed]
 
 
 def _time(report: GoodputReport) -> RunTime:
@@ -349,7 +358,7 @@ def _checkpoint_rows(
 
 def _listed_row(one: CommittedSave, noted: RunSave | None, newest: CommitMarker | None) -> CheckpointRow:
     marker = newest if newest and newest.info.save == one.save else None
-    kind, size_bytes, taken_at = Kind.SNAPSHOT.value if one.series else "", None, one.modified_at
+    kind, size_bytes, taken_at = Kind.SNAPSHOT.value if one.series else "", None, one.committed_at
     output = one.output_key
     if noted is not None:
         kind, taken_at, output = noted.kind, noted.taken_at, noted.output
@@ -365,7 +374,7 @@ def _listed_row(one: CommittedSave, noted: RunSave | None, newest: CommitMarker 
         kind=kind,
         state=CheckpointState.COMMITTED,
         taken_at=taken_at,
-        committed_at=one.modified_at,
+        committed_at=one.committed_at,
         size_bytes=size_bytes,
         stall_seconds=_stall_seconds(noted) if noted else None,
         reason="",

@@ -57,7 +57,7 @@ class RunState(StrEnum):
 
 
 class Age(StrEnum):
-    """How old bytes are, by when their save was committed or last written to."""
+    """How old bytes are, by when the store got the marker of their save or was last written to."""
 
     DAY = "1-day"
     WEEK = "7-days"
@@ -132,7 +132,9 @@ def use_of(run: StoredRun, kinds: Mapping[str, Kind], limits: AgeLimits, *, ever
     Without `every_kind` these are those of the newest alone, which say how the run stands; all count as `CHECKPOINT`.
     """
     # The marker of a save of which only the weights are left was written long after its commit.
-    committed_at = max((one.modified_at for one in run.committed if not one.weights_only), default=None)
+    whole = [one for one in run.committed if not one.weights_only]
+    # In a copied bucket only what a marker says is a time of a commit.
+    committed_at = max((one.committed_at for one in [one for one in whole if one.saved_at] or whole), default=None)
     return RunUse(
         prefix=run.prefix,
         state=_state(run, kinds, committed_at, limits),

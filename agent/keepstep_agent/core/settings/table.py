@@ -1,7 +1,8 @@
 """The table of all settings, made from the fields of `Settings`: names, parsing, and formatting.
 
-A setting `transfer.part_size_bytes` is `--part-size-bytes`, `KEEPSTEP_PART_SIZE_BYTES`, and `part_size_bytes` in the
-table `[transfer]` of the file. Settings that only S3 has are `KEEPSTEP_S3_…`. Parsing does not depend on where a value
+A setting `transfer.part_size_bytes` is `--part-size-bytes`, `KEEPSTEP_PART_SIZE_BYTES`, `part_size_bytes` in the
+table `[transfer]` of the file, and a pod's annotation `keepstep.dev/part-size-bytes`. Settings that only S3 has are
+`KEEPSTEP_S3_…`. Parsing does not depend on where a value
 comes from: `origin` only appears in the error.
 """
 
@@ -17,7 +18,15 @@ from urllib.parse import quote, unquote
 
 from keepstep_agent.core.limits import largest_setting
 from keepstep_agent.core.settings.values import Duration, Settings, Share
-from keepstep_api.names import AGENT_STATE_DIRECTORY, CHECKPOINT_DIRECTORY, LAZY, OFF, SOCKET, STATE_DIRECTORY
+from keepstep_api.names import (
+    AGENT_STATE_DIRECTORY,
+    ANNOTATION_PREFIX,
+    CHECKPOINT_DIRECTORY,
+    LAZY,
+    OFF,
+    SOCKET,
+    STATE_DIRECTORY,
+)
 
 # botocore reads only the first region variable; every other AWS SDK reads the second, which EKS and Lambda set.
 # The clouds' own variables tell every program where a metadata service was moved to.
@@ -57,6 +66,10 @@ class SettingField:
         return f"KEEPSTEP_{infix}{self.name.upper()}"
 
     @property
+    def annotation(self) -> str:
+        return ANNOTATION_PREFIX + self.name.replace("_", "-")
+
+    @property
     def foreign_variables(self) -> tuple[str, ...]:
         """Other programs' variables that apply if the setting is not given to Keepstep itself."""
         return _FOREIGN_VARIABLES.get(self.key, ())
@@ -82,9 +95,20 @@ def _fields_of(cls: type, section: str) -> Iterator[SettingField]:
 
 
 @cache
+def setting_field(key: str) -> SettingField:
+    """Return the setting of a key. Raises KeyError for a key that no setting has."""
+    return {setting.key: setting for setting in setting_fields()}[key]
+
+
 def environment_variable(key: str) -> str:
     """The environment variable of a setting. Raises KeyError for a key that no setting has."""
-    return {setting.key: setting.environment for setting in setting_fields()}[key]
+    return setting_field(key).environment
+
+
+def spelled(key: str) -> str:
+    """Return how to write a setting, for a hint to somebody who may have a pod or not."""
+    setting = setting_field(key)
+    return f"{setting.flag} (in a pod {setting.annotation})"
 
 
 def build_settings(values: Mapping[str, Any]) -> Settings:

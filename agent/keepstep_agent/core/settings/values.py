@@ -32,12 +32,20 @@ class StoreSettings:
     addressing: Annotated[
         str, "How the bucket appears in the URL: auto, path or virtual. auto means path with a custom endpoint."
     ] = "auto"
-    ca_bundle: Annotated[str, "PEM file with the CA that signed the endpoint's certificate."] = ""
+    ca_bundle: Annotated[
+        str, "PEM file with the CA that signed the endpoint's certificate; read again when it changes."
+    ] = ""
     credentials_directory: Annotated[
         str,
         "Directory with one file per key, as Kubernetes mounts a Secret: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, "
-        "or similar names, and endpoint and region if these are not set; empty: the AWS chain.",
+        "or similar names, and endpoint and region if these are not set; the keys are read again when they change. "
+        "Empty: the AWS chain.",
     ] = ""
+    aws_files: Annotated[
+        bool,
+        "Whether to look for credentials and profiles in the home directory (~/.aws), as the AWS CLI does. Files that "
+        "AWS_CONFIG_FILE and AWS_SHARED_CREDENTIALS_FILE name are read all the same.",
+    ] = True
     verify_tls: Annotated[
         bool,
         "Whether to verify the store's certificate. Without it, anyone on the way can read and change checkpoints.",
@@ -51,6 +59,9 @@ class StoreSettings:
         tuple[tuple[str, str], ...],
         "Object tags as key=value, separated by commas; in a flag or a variable %2C is a comma, %3D a =, %25 a %.",
     ] = ()
+    requester_pays: Annotated[
+        bool, "Pay for the requests to a bucket whose owner does not (x-amz-request-payer: requester)."
+    ] = False
     connect_timeout_seconds: Annotated[float, "How long to wait for a connection to the store."] = 10.0
     read_timeout_seconds: Annotated[
         float, "How long a request may wait while the store is silent or slower than 1 KiB/s."
@@ -158,6 +169,11 @@ class RetentionSettings:
     def optimizer_patterns(self) -> tuple[str, ...]:
         return name_patterns(self.optimizer_files)
 
+    @property
+    def goes_by_time(self) -> bool:
+        """Whether when a checkpoint was committed says if it stays, and not only in which order they were."""
+        return bool(self.keep_every_seconds or self.keep_daily or self.weights_only_after)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TerminationSettings:
@@ -169,6 +185,11 @@ class TerminationSettings:
     commit_reserve_seconds: Annotated[
         float, "Time reserved for the newest checkpoint's manifests, listing and marker; older uploads may not use it."
     ] = 2.0
+    drain_timeout_seconds: Annotated[
+        float,
+        "How long `keepstep run` waits, after the program has ended, for a store that fails and takes nothing. What a "
+        "store refuses is tried for 10 seconds at most.",
+    ] = 600.0
     preemption_source: Annotated[
         str,
         "Cloud whose metadata service announces a spot machine's end and maintenance: off, auto, aws, gcp or azure. "

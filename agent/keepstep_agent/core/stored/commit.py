@@ -6,12 +6,15 @@ two ranks claim one name for different bytes. Its body is a pure function of the
 same bytes, and reading it resolves a lost answer. docs/design/0001 has the whole argument.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from heapq import merge
+from itertools import accumulate, groupby, pairwise
+from operator import itemgetter
 from typing import Final
 
-from keepstep_agent.core.model import FileEntry, RankManifest, SaveInfo
+from keepstep_agent.core.file_lists import paths_of
+from keepstep_agent.core.model import RankManifest, SaveInfo
 from keepstep_agent.core.stored.object_layout import file_key, manifest_key, pack_key, parse_manifest_key
 
 DIFFERENT_FILES_HINT: Final = "ranks must write different file names, or announce the same directory"
@@ -68,19 +71,33 @@ def largest_disjoint(manifests: Iterable[Sequence[RankManifest]]) -> list[Sequen
     return chosen
 
 
-def contradiction(ranks: Iterable[RankManifest]) -> str:
+def contradiction(ranks: Sequence[RankManifest]) -> str:
     """Return why these ranks' files cannot lie in one folder; empty if they can. The same entry twice is fine."""
-    found: dict[str, tuple[int, FileEntry]] = {}
-    for one in ranks:
-        for file in one.files:
-            rank, entry = found.setdefault(file.path, (one.rank, file))
-            if not entry.has_bytes_of(file):
-                return f"ranks {rank} and {one.rank} have different bytes for {file.path}"
-    for path, (rank, _) in found.items():
-        for folder in accumulate(path.split("/")[:-1], "{}/{}".format):
-            if folder in found:
-                return f"{folder} is a file of rank {found[folder][0]} and a folder of rank {rank}"
+    folders = {path.rpartition("/")[0] for one in ranks for path in paths_of(one.files)}
+    folders = {above for folder in folders for above in accumulate(folder.split("/"), "{}/{}".format)}
+    for path, same_path in groupby(_by_path(ranks), key=itemgetter(0)):
+        (_, first, position), *others = same_path
+        for _, other, other_position in others:
+            if not first.files[position].has_bytes_of(other.files[other_position]):
+                return f"ranks {first.rank} and {other.rank} have different bytes for {path}"
+        if path in folders:
+            below = next(one for below, one, _ in _by_path(ranks) if below.startswith(f"{path}/"))
+            return f"{path} is a file of rank {first.rank} and a folder of rank {below.rank}"
     return ""
+
+
+def _by_path(ranks: Sequence[RankManifest]) -> Iterator[tuple[str, RankManifest, int]]:
+    """Yield (path, rank, position among its files) of all files, by path."""
+
+    def of_rank(one: RankManifest) -> Iterator[tuple[str, RankManifest, int]]:
+        paths = paths_of(one.files)
+        order: Iterable[int] = range(len(paths))
+        if any(path > following for path, following in pairwise(paths)):
+            # Keepstep writes them in order. Anyone may write another manifest.
+            order = sorted(order, key=paths.__getitem__)
+        return ((paths[position], one, position) for position in order)
+
+    return merge(*map(of_rank, ranks), key=itemgetter(0))
 
 
 def is_listed(manifest: RankManifest, sizes: Mapping[str, int]) -> bool:

@@ -112,6 +112,19 @@ class SaveLost(_Entry):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WorkSetAside(_Entry):
+    """Work was under way at so many deaths of agents in a row, and is tried again last.
+
+    `save` is empty if it belongs to no save. `work` names it for people, and `doing` says what was done.
+    """
+
+    work: Text
+    doing: Text
+    deaths: Count
+    save: NameText = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Noticed(_Entry):
     """The pod is about to end. `source` says who told it; `grace_seconds` is None if there is no time limit."""
 
@@ -142,7 +155,9 @@ class AgentEnded(_Entry):
     failed_early: bool = False
 
 
-LedgerEntry = AgentStarted | RanksChanged | Saved | SaveCommitted | SaveLost | Noticed | Alive | AgentEnded
+LedgerEntry = (
+    AgentStarted | RanksChanged | Saved | SaveCommitted | SaveLost | WorkSetAside | Noticed | Alive | AgentEnded
+)
 
 ENTRY_TAGS: Final[Mapping[type[LedgerEntry], str]] = {
     AgentStarted: "start",
@@ -150,6 +165,7 @@ ENTRY_TAGS: Final[Mapping[type[LedgerEntry], str]] = {
     Saved: "save",
     SaveCommitted: "commit",
     SaveLost: "lost",
+    WorkSetAside: "set-aside",
     Noticed: "notice",
     Alive: "alive",
     AgentEnded: "end",

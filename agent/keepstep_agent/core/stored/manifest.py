@@ -12,14 +12,17 @@ never too low.
 """
 
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import pairwise
 from typing import Annotated, Any, Final, Literal
 
-from msgspec import Meta, Struct
+from msgspec import Meta, Raw, Struct
+from msgspec.json import Decoder
 
 from keepstep_agent.core.errors import ErrorKind, RequestError, StoreError, checkpoint_corrupt
+from keepstep_agent.core.file_lists import FileEntries
 from keepstep_agent.core.limits import (
     FILES_PER_RANK,
     LOCAL_RANKS,
@@ -51,7 +54,7 @@ from keepstep_agent.core.model import (
 from keepstep_agent.core.stored import checked_json
 from keepstep_agent.core.stored.checked_json import UndecodableError, UnknownFormatError
 from keepstep_agent.core.stored.object_layout import check_directory, check_file_path, check_link, check_token
-from keepstep_agent.core.stored.packs_and_parts import LARGEST_PACK_BYTES
+from keepstep_agent.core.stored.packs_and_parts import LARGEST_PACK_BYTES, PACK_BYTES
 
 _FORMAT_VERSION: Final = 1
 
@@ -88,6 +91,9 @@ class _File(StoredObject):
     link: PathText = ""
 
 
+_FILE_DECODER: Final = Decoder(_File)
+
+
 class _Owner(StoredObject):
     name: str
     save: str
@@ -101,7 +107,8 @@ class _Pack(StoredObject):
 class _Rank(StoredObject):
     rank: Rank
     saved_at: Moment
-    files: Annotated[tuple[_File, ...], Meta(max_length=FILES_PER_RANK)]
+    # Each is a `_File`. They are decoded one by one, because decoded ones take much memory.
+    files: Annotated[list[Raw], Meta(max_length=FILES_PER_RANK)]
     packs: Annotated[tuple[_Pack, ...], Meta(max_length=FILES_PER_RANK)] = ()
     single_file: bool = False
     owners: Annotated[tuple[_Owner, ...], Meta(max_length=FILES_PER_RANK)] = ()
@@ -109,7 +116,8 @@ class _Rank(StoredObject):
 
 class _Manifest(_Save, kw_only=True):
     format: Literal[1]
-    ranks: Annotated[tuple[_Rank, ...], Meta(min_length=1, max_length=LOCAL_RANKS)]
+    ranks: Annotated[list[_Rank], Meta(min_length=1, max_length=LOCAL_RANKS)]
+    crc32: str = ""
 
 
 class _Reference(StoredObject):
@@ -129,19 +137,28 @@ class MarkerObject(_Save, kw_only=True):
 
 def encode_manifest(ranks: Sequence[RankManifest]) -> bytes:
     """Encode the manifest of an agent's ranks, which are of one save."""
+    return checked_json.encode(_manifest(ranks))
+
+
+def manifest_pieces(ranks: Sequence[RankManifest]) -> Iterator[bytes]:
+    """Yield what `encode_manifest` returns in pieces, so that all of a large one is never in memory."""
+    return checked_json.encoded(_manifest(ranks))
+
+
+def _manifest(ranks: Sequence[RankManifest]) -> _Manifest:
     ordered = sorted(ranks, key=lambda one: one.rank)
-    return checked_json.encode(
-        _Manifest(**_of_save(ordered[0].info), format=_FORMAT_VERSION, ranks=tuple(map(_encode_rank, ordered)))
-    )
+    return _Manifest(**_of_save(ordered[0].info), format=_FORMAT_VERSION, ranks=list(map(_encode_rank, ordered)))
 
 
 def _encode_rank(manifest: RankManifest) -> _Rank:
-    owners = sorted({(file.owner.name, file.owner.save, file.owner.rank) for file in manifest.files if file.owner})
+    owners = sorted({(one.owner.name, one.owner.save, one.owner.rank) for one in manifest.files if one.owner})
     places = {owner: position for position, owner in enumerate(owners)}
+    # An iterator: the files are encoded one by one, because encoded ones take much memory.
+    files: Any = (_encode_file(file, places) for file in manifest.files)
     return _Rank(
         rank=manifest.rank,
         saved_at=float(manifest.saved_at),
-        files=tuple(_encode_file(file, places) for file in manifest.files),
+        files=files,
         packs=tuple(_Pack(size=size_bytes) for size_bytes in manifest.pack_sizes_bytes),
         single_file=manifest.single_file,
         owners=tuple(_Owner(name=name, save=save, rank=rank) for name, save, rank in owners),
@@ -153,6 +170,20 @@ def decode_manifest(body: bytes, key: str) -> tuple[RankManifest, ...]:
 
     Raises StoreError(CHECKPOINT_CORRUPT or FORMAT_UNKNOWN) that names `key`.
     """
+    return _decode(body, key, FileEntries)
+
+
+def check_manifest(body: bytes, key: str) -> None:
+    """Raise what `decode_manifest` raises. Of many files it takes less memory."""
+
+    def drop(files: Iterable[FileEntry]) -> FileEntries:
+        deque(files, maxlen=0)
+        return FileEntries()
+
+    _decode(body, key, drop)
+
+
+def _decode(body: bytes, key: str, keep: Callable[[Iterable[FileEntry]], FileEntries]) -> tuple[RankManifest, ...]:
     try:
         value = checked_json.decode(body, _Manifest, limit_bytes=MANIFEST_BYTES)
         info = _decode_info(value)
@@ -160,27 +191,41 @@ def decode_manifest(body: bytes, key: str) -> tuple[RankManifest, ...]:
             raise UndecodableError("its ranks are not in order")
         if value.ranks[-1].rank >= info.world_size:
             raise UndecodableError(f"rank {value.ranks[-1].rank} in a world of {info.world_size}")
-        return tuple(_decode_rank(info, one) for one in value.ranks)
-    except (UndecodableError, RequestError) as error:
+        return tuple(_decode_rank(info, one, keep) for one in value.ranks)
+    except (UndecodableError, RequestError, ValueError, RecursionError, OverflowError) as error:
         raise corrupt(key, error) from error
 
 
-def _decode_rank(info: SaveInfo, value: _Rank) -> RankManifest:
-    owners = [(check_token(one.name, "owner"), check_token(one.save, "owner"), one.rank) for one in value.owners]
-    manifest = RankManifest(
+def _decode_rank(info: SaveInfo, value: _Rank, keep: Callable[[Iterable[FileEntry]], FileEntries]) -> RankManifest:
+    if value.single_file and len(value.files) != 1:
+        raise UndecodableError(f"{len(value.files)} files are not the single file that it speaks of")
+    return RankManifest(
         info=info,
         rank=value.rank,
         saved_at=value.saved_at,
-        files=tuple(_decode_file(file, owners) for file in value.files),
+        files=keep(_decode_files(info, value)),
         single_file=value.single_file,
         pack_sizes_bytes=tuple(pack.size for pack in value.packs),
     )
-    if not info.is_snapshot and any(file.owner or file.link or file.modified_ns is not None for file in manifest.files):
-        raise UndecodableError(f"a {info.kind} save with a file of another save, a link or a time")
-    if manifest.single_file and len(manifest.files) != 1:
-        raise UndecodableError(f"{len(manifest.files)} files are not the single file that it speaks of")
-    _check_sizes(manifest)
-    return manifest
+
+
+def _decode_files(info: SaveInfo, value: _Rank) -> Iterator[FileEntry]:
+    """Decode the files one by one. Raises UndecodableError if they are too large together, or one cannot be."""
+    owners = [(check_token(one.name, "owner"), check_token(one.save, "owner"), one.rank) for one in value.owners]
+    pack_sizes_bytes = {number: pack.size for number, pack in enumerate(value.packs)}
+    size_bytes = 0
+    for raw in value.files:
+        file = _decode_file(_FILE_DECODER.decode(raw), owners)
+        if not info.is_snapshot and (file.owner or file.link or file.modified_ns is not None):
+            raise UndecodableError(f"a {info.kind} save with a file of another save, a link or a time")
+        if file.is_own and file.place:
+            end_bytes = file.place.offset_bytes + file.size_bytes
+            if end_bytes > pack_sizes_bytes.get(file.place.number, -1):
+                raise UndecodableError(f"{file.path!r} does not lie in pack {file.place.number}")
+        size_bytes += file.size_bytes
+        if size_bytes > SAVE_BYTES:
+            raise UndecodableError(f"files of {size_bytes:,} bytes, more than {SAVE_BYTES:,}")
+        yield file
 
 
 def commit_marker(ranks: Sequence[RankManifest], references: Iterable[ManifestReference]) -> CommitMarker:
@@ -307,16 +352,6 @@ def _owner(owner: tuple[str, str, int], file: _File) -> Owner:
     return Owner(name=name, save=save, rank=rank, path=check_file_path(file.owner_path or file.path))
 
 
-def _check_sizes(manifest: RankManifest) -> None:
-    """Raise UndecodableError if the files are too large together, or a packed file does not lie within its pack."""
-    if manifest.size_bytes > SAVE_BYTES:
-        raise UndecodableError(f"files of {manifest.size_bytes:,} bytes, more than {SAVE_BYTES:,}")
-    sizes = dict(enumerate(manifest.pack_sizes_bytes))
-    for file in manifest.files:
-        if file.is_own and file.place and file.place.offset_bytes > sizes.get(file.place.number, -1) - file.size_bytes:
-            raise UndecodableError(f"{file.path!r} does not lie in pack {file.place.number}")
-
-
 def _decode_info(value: _Save) -> SaveInfo:
     return SaveInfo(
         save=check_token(value.save, "save id"),
@@ -344,13 +379,20 @@ _PROCESS_BYTES: Final = 96 * 1024**2
 """Everything else that is in memory at the same time: the program, parts and packs in transfer."""
 _FILE_BYTES: Final = 500
 """For each file, listed and decoded, besides its bytes in the manifest."""
-_KEPT_FACTOR: Final = 6
-"""For each byte of a manifest: a path is kept twice, and one wide character makes both copies take four bytes for each
-character."""
-_DECODING_FACTOR: Final = 8
+_KEPT_FACTOR: Final = 2
+"""For each byte of a manifest: paths are kept in UTF-8, twice while they are compared."""
+_DECODING_FACTOR: Final = 3
 """For each byte of the manifest that is being decoded. Only one is decoded at a time."""
+_ENTRY_BYTES: Final = 110
+"""For each file in a manifest, besides its path."""
+_SNAPSHOT_ENTRY_BYTES: Final = 150
+"""The same in a snapshot, which has the file's time and the save that stored it."""
+_HELD_FILE_BYTES: Final = 120
+"""For each file that is pinned, besides its bytes in a manifest to come: its columns, and its inode in an index."""
 _PACK_FACTOR: Final = 2
 """For each byte of the largest pack, which is in memory twice while it arrives."""
+_LITTLE_BYTES: Final = 2 * 1024**2
+"""What needs no more besides the process, about a thousand files, is never refused: it makes no difference."""
 _MIB: Final = 1024**2
 
 HINT: Final = "raise its memory limit (`keepstep.dev/memory`), or save fewer and larger files"
@@ -367,18 +409,46 @@ def needed_bytes(*, files: int, manifests_bytes: Sequence[int] = (), largest_pac
     )
 
 
+def held_bytes(*, files: int, manifest_bytes: int) -> int:
+    """Return the memory of files that wait for their commit. Their manifest will have about so many bytes."""
+    return _HELD_FILE_BYTES * files + manifest_bytes
+
+
+def expected_manifest_bytes(paths: Iterable[str], *, is_snapshot: bool = False) -> int:
+    """Return about how many bytes a manifest of these files will have, if none has many parts."""
+    entry_bytes = _SNAPSHOT_ENTRY_BYTES if is_snapshot else _ENTRY_BYTES
+    return sum(entry_bytes + len(path.encode()) for path in paths)
+
+
 def largest_manifest_bytes(limit_bytes: int | None, most_bytes: int) -> int:
     """Return the size of the largest manifest that can be read alone, at most `most_bytes`."""
     if limit_bytes is None:
         return most_bytes
-    return max(0, min(most_bytes, (limit_bytes - _PROCESS_BYTES) // (_KEPT_FACTOR + _DECODING_FACTOR)))
+    left_bytes = max(limit_bytes - _PROCESS_BYTES, _LITTLE_BYTES)
+    return min(most_bytes, left_bytes // (_KEPT_FACTOR + _DECODING_FACTOR + _FILE_BYTES // _ENTRY_BYTES))
 
 
-def shortage(name: str, needed_bytes: int, limit_bytes: int) -> StoreError:
-    """Return the error for a checkpoint whose manifests do not fit. It is not damaged, it only needs more memory."""
+def shortage(
+    name: str,
+    limit_bytes: int | None,
+    *,
+    files: int,
+    manifests_bytes: Sequence[int] = (),
+    largest_pack_bytes: int = 0,
+    beside_bytes: int = 0,
+) -> StoreError | None:
+    """Return the error for a checkpoint whose manifests do not fit; None if they do, or are too little to count.
+
+    It is not damaged, it only needs more memory. `beside_bytes`: what else is in memory.
+    """
+    needed = needed_bytes(files=files, manifests_bytes=manifests_bytes, largest_pack_bytes=largest_pack_bytes)
+    more_bytes = needed - _PROCESS_BYTES - _PACK_FACTOR * largest_pack_bytes
+    is_little = more_bytes <= _LITTLE_BYTES and largest_pack_bytes <= PACK_BYTES
+    if limit_bytes is None or is_little or needed + beside_bytes <= limit_bytes:
+        return None
     return StoreError(
         ErrorKind.MEMORY_SHORT,
-        f"{name} needs {-(-needed_bytes // _MIB):,} MiB of memory for its manifests, "
+        f"{name} needs {-(-(needed + beside_bytes) // _MIB):,} MiB of memory for its manifests, "
         f"this process may have {limit_bytes // _MIB:,} MiB: {HINT}",
         hint=HINT,
     )

@@ -13,11 +13,14 @@ connections achieve together. After many small files it may be too low, so it ma
 measured for two seconds; parts that do not grow cost some CPU until parts are measured.
 """
 
+from array import array
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final
 
+from keepstep_agent.core.file_lists import Selected, StagedFiles
 from keepstep_agent.core.limits import PARTS_PER_FILE
-from keepstep_agent.core.model import Pack, Part, StagedFile
+from keepstep_agent.core.model import Part, StagedFile
 
 MIN_PART_BYTES: Final = 5 * 1024 * 1024
 _GRANULE_BYTES: Final = 1024 * 1024
@@ -86,24 +89,42 @@ _NAME_BYTES: Final = 100
 _PREFIX_BYTES: Final = 155
 
 
-def plan_packs(files: Sequence[StagedFile], pack_size_bytes: int) -> tuple[Pack, ...]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pack:
+    """Small files of one rank that are stored as one object, a tar archive of `size_bytes`.
+
+    `number` counts from 0 within the rank. The bytes of `files[i]` begin at `offsets_bytes[i]` of the archive.
+    """
+
+    number: int
+    files: Selected[StagedFile]
+    offsets_bytes: Sequence[int]
+    size_bytes: int
+
+
+def plan_packs(files: StagedFiles, pack_size_bytes: int) -> tuple[Pack, ...]:
     """Return the packs of one rank's files; none if it has few small files, or `pack_size_bytes` is 0."""
-    small = [file for file in files if file.size_bytes <= _LARGEST_FILE_BYTES and fits_header(file.path)]
+    small = array(
+        "I",
+        (
+            position
+            for position, (path, size_bytes) in enumerate(zip(files.paths, files.sizes_bytes, strict=True))
+            if size_bytes <= _LARGEST_FILE_BYTES and fits_header(path)
+        ),
+    )
     if not pack_size_bytes or len(small) <= _MOST_FILES_ALONE:
         return ()
     packs: list[Pack] = []
-    gathered: list[StagedFile] = []
-    offsets_bytes: list[int] = []
-    end_bytes = 0
-    for file in small:
-        needed_bytes = HEADER_BYTES + padded(file.size_bytes)
+    gathered, offsets_bytes, end_bytes = array("I"), array("I"), 0
+    for position in small:
+        needed_bytes = HEADER_BYTES + padded(files.sizes_bytes[position])
         if gathered and end_bytes + needed_bytes + _END_BYTES > pack_size_bytes:
-            packs.append(_pack(len(packs), gathered, offsets_bytes, end_bytes))
-            gathered, offsets_bytes, end_bytes = [], [], 0
-        gathered.append(file)
+            packs.append(_pack(len(packs), files, gathered, offsets_bytes, end_bytes))
+            gathered, offsets_bytes, end_bytes = array("I"), array("I"), 0
+        gathered.append(position)
         offsets_bytes.append(end_bytes + HEADER_BYTES)
         end_bytes += needed_bytes
-    packs.append(_pack(len(packs), gathered, offsets_bytes, end_bytes))
+    packs.append(_pack(len(packs), files, gathered, offsets_bytes, end_bytes))
     return tuple(packs)
 
 
@@ -121,7 +142,12 @@ def fits_header(path: str) -> bool:
     return folder_end > 0 and len(encoded) - folder_end - 1 <= _NAME_BYTES
 
 
-def _pack(number: int, files: list[StagedFile], offsets_bytes: list[int], end_bytes: int) -> Pack:
+def _pack(
+    number: int, files: StagedFiles, positions: "array[int]", offsets_bytes: "array[int]", end_bytes: int
+) -> Pack:
     return Pack(
-        number=number, files=tuple(files), offsets_bytes=tuple(offsets_bytes), size_bytes=end_bytes + _END_BYTES
+        number=number,
+        files=Selected(files, positions),
+        offsets_bytes=offsets_bytes,
+        size_bytes=end_bytes + _END_BYTES,
     )

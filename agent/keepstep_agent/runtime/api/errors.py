@@ -18,7 +18,7 @@ from google.rpc import error_details_pb2, status_pb2
 
 from keepstep_agent.core.errors import ErrorKind, KeepstepError, RequestError
 from keepstep_agent.core.limits import REQUEST_LISTS, REQUEST_MESSAGES, REQUEST_NUMBERS, REQUEST_TEXTS
-from keepstep_api.names import ERROR_DOMAIN
+from keepstep_api.names import ERROR_DOMAIN, STATUS_DETAILS
 from keepstep_api.v1 import agent_pb2
 
 _CLOSED: Final = frozenset({FieldDescriptor.CPPTYPE_BOOL, FieldDescriptor.CPPTYPE_ENUM})
@@ -68,6 +68,7 @@ STATUS: Final[dict[ErrorKind, tuple[grpc.StatusCode, agent_pb2.ErrorReason]]] = 
     ErrorKind.BAD_NAME: (_INVALID, agent_pb2.ERROR_REASON_BAD_NAME),
     ErrorKind.CONTRADICTION: (grpc.StatusCode.FAILED_PRECONDITION, agent_pb2.ERROR_REASON_CONTRADICTION),
     ErrorKind.BAD_REQUEST: (_INVALID, agent_pb2.ERROR_REASON_BAD_REQUEST),
+    ErrorKind.TOO_MANY_CALLS: (grpc.StatusCode.UNAVAILABLE, agent_pb2.ERROR_REASON_TOO_MANY_CALLS),
     ErrorKind.UNKNOWN_SAVE: (grpc.StatusCode.NOT_FOUND, agent_pb2.ERROR_REASON_UNKNOWN_SAVE),
     ErrorKind.CHECKPOINT_FAILED: _FAILED,
     ErrorKind.VOLUME_UNUSABLE: (grpc.StatusCode.UNAVAILABLE, agent_pb2.ERROR_REASON_VOLUME_UNUSABLE),
@@ -128,7 +129,7 @@ def _answering(method: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable
             check_request(request)
             return await method(request, context)
         except Exception as error:
-            await _end(context, error)
+            await end_call(context, error)
 
     return answer
 
@@ -141,19 +142,18 @@ def _streaming(method: Callable[..., AsyncGenerator[Any, None]]) -> Callable[...
                 async for answer in answers:
                     yield answer
             except Exception as error:
-                await _end(context, error)
+                await end_call(context, error)
 
     return stream
 
 
-async def _end(context: "ServicerContext[Any, Any]", error: Exception) -> NoReturn:
+async def end_call(context: "ServicerContext[Any, Any]", error: Exception) -> NoReturn:
+    """End a call with the status of an error."""
     if isinstance(error, grpc.aio.AbortError):
         raise error
     if not isinstance(error, KeepstepError):
         log.exception("api.failed", exc_info=error)
     status = status_of(error)
     code = next(code for code in grpc.StatusCode if code.value[0] == status.code)
-    await context.abort(
-        code, status.message, trailing_metadata=(("grpc-status-details-bin", status.SerializeToString()),)
-    )
+    await context.abort(code, status.message, trailing_metadata=((STATUS_DETAILS, status.SerializeToString()),))
     raise AssertionError("abort raises")

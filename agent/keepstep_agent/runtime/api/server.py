@@ -1,11 +1,12 @@
 """Serves the gRPC API on the volume's unix socket: calls become events, and the state becomes answers. Decides nothing.
 
 A call that changes something is answered only after its event is journaled and applied. `errors.py` maps errors and
-refuses requests beyond the limits. Invariant: an agent that ends leaves no socket behind, and one that starts replaces
-the socket of a killed agent.
+refuses requests beyond the limits; `call_limits.py` refuses calls beyond theirs. Invariant: an agent that ends leaves
+no socket behind, and one that starts replaces the socket of a killed agent.
 """
 
 import asyncio
+import os
 import secrets
 import stat
 from collections.abc import AsyncIterator, Callable
@@ -27,6 +28,7 @@ from keepstep_agent.core.settings.checks import LEAST_RECOVERY_POINT_SECONDS
 from keepstep_agent.core.stored.object_layout import check_token
 from keepstep_agent.ports import Clock
 from keepstep_agent.restore.partial_copy import FileRange
+from keepstep_agent.runtime.api.call_limits import SERVER_OPTIONS, CallsLimited
 from keepstep_agent.runtime.api.errors import ErrorsAnswered
 from keepstep_agent.runtime.engine import status
 from keepstep_agent.runtime.engine.engine import Engine
@@ -300,14 +302,21 @@ class AgentService(agent_pb2_grpc.AgentServicer):
 
 _LISTED_BYTES: Final = 2 * 1024**2
 """How long the paths of the files that an answer lists are at most: a client takes 4 MiB."""
-_SOCKET_MODE: Final = 0o660
+_OTHERS_THAN_THE_GROUP: Final = 0o117
+_OTHERS_THAN_THE_OWNER: Final = 0o177
+"""Umasks for the socket. The kernel lets a process connect that may write to it."""
 _STOP_SERVING_SECONDS: Final = 0.2
 
 
 @asynccontextmanager
-async def serve_grpc(service: AgentService, socket: Path) -> AsyncIterator[None]:
-    """Serve the API, with standard health and reflection, on a unix socket that the trainer's group may use."""
-    server = grpc.aio.server(interceptors=[ErrorsAnswered()], options=[("grpc.so_reuseport", 0)])
+async def serve_grpc(service: AgentService, socket: Path, *, alone: bool = False) -> AsyncIterator[None]:
+    """Serve the API, with standard health and reflection, on a unix socket.
+
+    Its owner may use it, and unless `alone` its group: in a pod, trainer and agent may be different users.
+    """
+    server = grpc.aio.server(
+        interceptors=[CallsLimited(), ErrorsAnswered()], options=[("grpc.so_reuseport", 0), *SERVER_OPTIONS]
+    )
     agent_pb2_grpc.add_AgentServicer_to_server(service, server)  # type: ignore[no-untyped-call]  # generated code
     health_service = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health_service, server)
@@ -316,9 +325,13 @@ async def serve_grpc(service: AgentService, socket: Path) -> AsyncIterator[None]
     try:
         socket.parent.mkdir(parents=True, exist_ok=True)
         _remove_left_behind(socket)
-        server.add_insecure_port(socket_address(socket))
+        # From its first moment: who has connected stays connected. No other thread makes files by now.
+        umask = os.umask(_OTHERS_THAN_THE_OWNER if alone else _OTHERS_THAN_THE_GROUP)
+        try:
+            server.add_insecure_port(socket_address(socket))
+        finally:
+            os.umask(umask)
         await server.start()
-        _share(socket)
     except (OSError, RuntimeError) as error:
         raise KeepstepError(
             ErrorKind.BAD_CONFIGURATION,
@@ -332,11 +345,6 @@ async def serve_grpc(service: AgentService, socket: Path) -> AsyncIterator[None]
     finally:
         await server.stop(_STOP_SERVING_SECONDS)
         _remove_left_behind(socket)
-
-
-def _share(socket: Path) -> None:
-    """Let the trainer's group use the socket, whatever the umask."""
-    socket.chmod(_SOCKET_MODE)
 
 
 def _remove_left_behind(socket: Path) -> None:

@@ -6,19 +6,22 @@ store and from the staged directories. Meanwhile it refuses announcements and ke
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Final
 
 import structlog
 
-from keepstep_agent.core.agent import planner
+from keepstep_agent.adapters.volume.work_note import WorkNote
+from keepstep_agent.core.agent import drain, planner
 from keepstep_agent.core.agent.commands import Command, Release, waits_for_its_record
-from keepstep_agent.core.agent.events import DURABLE, Announced, DurableEvent, Event, Ticked, WorkFailed
+from keepstep_agent.core.agent.events import DURABLE, Announced, DurableEvent, Event, Survived, Ticked, WorkFailed
 from keepstep_agent.core.agent.reducer import advance
 from keepstep_agent.core.agent.state import State
 from keepstep_agent.core.errors import KeepstepError
+from keepstep_agent.core.policies.repeated_deaths import Task
 from keepstep_agent.ports import Clock, Journal
 from keepstep_agent.runtime.engine.event_codec import encode_event
 from keepstep_agent.runtime.engine.journaling import compact
@@ -77,8 +80,9 @@ class Engine:
         executor: Executor,
         listeners: Sequence[Listener] = (),
         unjournaled: Sequence[bytes] = (),
+        note: WorkNote | None = None,
     ) -> None:
-        """`unjournaled`: records that `state` includes and the journal does not have yet."""
+        """`unjournaled`: records that `state` includes and the journal does not have yet. `note`: of what is done."""
         self.state = state
         self._journal = journal
         self._clock = clock
@@ -93,6 +97,8 @@ class Engine:
         self._records_since_compaction = 0
         self._compact_after_records = _RECORDS_BEFORE_COMPACTION
         self.revision = 0
+        self._note = note
+        self._other_work: dict[str, Task] = {}
 
     def post(self, event: Event) -> None:
         """Queue an event; return at once."""
@@ -125,6 +131,8 @@ class Engine:
             turn = _Turn()
             for item in await self._next_items():
                 self._apply(item, turn)
+            # Before any of it is begun.
+            self._note_work()
             failure = await self._append(turn.records, now=turn.needs_journal)
             for command in turn.commands:
                 if failure is not None and waits_for_its_record(command):
@@ -140,7 +148,32 @@ class Engine:
     async def close(self, last: DurableEvent) -> None:
         """Apply and journal a last event, with the records that could not be journaled before. Dispatches nothing."""
         advance(self.state, last)
+        if self._note is not None:
+            # Before what may hang: the agent ends as it was told to, and has not died.
+            self._note.close(self.state.suspects)
+            self._note = None
         await self._append([encode_event(last)], now=True)
+
+    @contextmanager
+    def doing(self, work: str, title: str) -> Iterator[None]:
+        """Note, while the context is, that work is done which belongs to no save, as `repeated_deaths` names it."""
+        self._other_work[work] = Task(doing=title, title=title)
+        self._note_work()
+        try:
+            yield
+        finally:
+            del self._other_work[work]
+            self._note_work()
+            if work in self.state.suspects:
+                self.post(Survived(at=self._clock.now(), suspect=work))
+
+    def _note_work(self) -> None:
+        if self._note is not None:
+            self._note.write(
+                self.state.under_way() | self._other_work,
+                self.state.suspects,
+                may_be_killed_at=drain.deadline(self.state) if self.state.termination.noticed else None,
+            )
 
     def _apply(self, item: _Item, turn: _Turn) -> None:
         try:

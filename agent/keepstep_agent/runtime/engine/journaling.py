@@ -1,6 +1,8 @@
 """Restores the state at the start, by replaying the journal and rescanning the pins, and keeps the journal short."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Final, Protocol
 
 import structlog
 
@@ -24,11 +26,19 @@ from keepstep_agent.core.agent.reducer import step
 from keepstep_agent.core.agent.state import State
 from keepstep_agent.core.agent.work import Operation, WorkId
 from keepstep_agent.core.errors import ErrorKind, RequestError, VolumeError
-from keepstep_agent.core.model import StagedFile
+from keepstep_agent.core.file_lists import StagedFiles
+from keepstep_agent.core.policies.repeated_deaths import JOURNAL, MEMORY_HINT, Suspect
 from keepstep_agent.core.settings.values import Settings
 from keepstep_agent.core.stored.packs_and_parts import PACK_BYTES
 from keepstep_agent.ports import Journal, StagedDescriptor, StagingArea, save_of_pin
-from keepstep_agent.runtime.engine.event_codec import UnknownRecordError, decode_event, encode_event
+from keepstep_agent.runtime.engine.event_codec import (
+    UnknownRecordError,
+    decode_announcement,
+    decode_event,
+    encode_event,
+    is_large,
+    save_of_record,
+)
 
 # The events of an ended checkpoint that status, idempotent announcements and retention still need.
 _ENDED_NEEDS = (Announced, Staged, Committed, Released)
@@ -36,27 +46,66 @@ _ENDED_NEEDS = (Announced, Staged, Committed, Released)
 log = structlog.get_logger("keepstep.journal")
 
 
-def recover(settings: Settings, journal: Journal, staging: StagingArea) -> tuple[State, Sequence[bytes]]:
+class StartNote(Protocol):
+    """Notes what a start reads, so that the next one leaves out what killed it again and again."""
+
+    @property
+    def suspects(self) -> Mapping[str, Suspect]: ...
+
+    @property
+    def left_out(self) -> Collection[str]:
+        """The saves that may not be read now, and JOURNAL if the journal may not."""
+
+    def reads(self, work: str, title: str = "") -> None:
+        """Note that a save or the journal is about to be read."""
+
+
+class _NothingNoted:
+    suspects: Mapping[str, Suspect] = {}
+    left_out: Collection[str] = ()
+
+    def reads(self, work: str, title: str = "") -> None: ...
+
+
+_NOTHING_NOTED: Final = _NothingNoted()
+
+
+def recover(
+    settings: Settings, journal: Journal, staging: StagingArea, note: StartNote = _NOTHING_NOTED
+) -> tuple[State, Sequence[bytes]]:
     """Rebuild the state from the journal and the staged directories; also return what a full volume could not journal.
 
-    If any record cannot be read or replayed, such as one of a later version, the whole journal is set aside: a part of
-    it would not replay, and staged directories describe themselves. Otherwise it is compacted, if there is room.
+    If any record cannot be read or replayed, such as one of a later version, the whole journal is moved aside: a part
+    of it would not replay, and staged directories describe themselves. Otherwise it is compacted, if there is room.
+    What `note` does not let us read stays where it is.
     Blocks. Raises VolumeError when the volume cannot be used. A full volume can be: what is staged on it can be sent.
     """
-    records = list(journal.replay())
+    records = 0
     state = State(settings=settings)
-    try:
-        for record in records:
-            step(state, decode_event(record))
-    except Exception:
-        log.exception("journal.unreadable", action="set aside; the staged directories are rescanned")
-        journal.set_aside()
-        state = State(settings=settings)
+    if JOURNAL in note.left_out:
+        log.error("journal.kills", action="moved aside; the staged directories are rescanned", hint=MEMORY_HINT)
+        journal.move_aside()
+    note.reads(JOURNAL)
+    for record in journal.replay():
+        records += 1
+        try:
+            _apply(state, record, note)
+        except Exception:
+            log.exception("journal.unreadable", action="moved aside; the staged directories are rescanned")
+            journal.move_aside()
+            state = State(settings=settings)
+            break
+    for save in note.left_out:
+        if save != JOURNAL:
+            # Only its pins tell of it.
+            state.leave_unread(save)
     found = []
-    for event in rescan(staging, state):
+    for event in rescan(staging, state, partial(_may_read, note)):
         step(state, event)
         found.append(encode_event(event))
-    kept = len(records)
+    # What follows is of no single save.
+    note.reads(JOURNAL)
+    kept = records
     unjournaled = found
     try:
         if found:
@@ -67,7 +116,7 @@ def recover(settings: Settings, journal: Journal, staging: StagingArea) -> tuple
         if error.kind is not ErrorKind.DISK_FULL:
             raise
         log.error("journal.no_room", error=str(error), hint=error.hint, unjournaled=len(unjournaled))
-    log.info("journal.replayed", records=len(records), kept=kept, found=len(found))
+    log.info("journal.replayed", records=records, kept=kept, found=len(found))
     return state, unjournaled
 
 
@@ -76,17 +125,79 @@ def compact(state: State, journal: Journal) -> int:
 
     Blocks; `state` must not change meanwhile.
     """
-    events = [decode_event(record) for record in journal.replay()]
-    # Notices before an orderly exit are void.
-    life_begins = max((position for position, event in enumerate(events) if isinstance(event, Exited)), default=0)
-    kept = [
-        event
-        for position, event in enumerate(events)
-        if _is_needed(state, event, is_current_life=position >= life_begins)
-    ]
-    if len(kept) < len(events):
-        journal.rewrite([encode_event(event) for event in kept])
-    return len(kept)
+    # By position: those that are needed at most in the current life, and those that are needed in none.
+    current_alone, unneeded = [], []
+    life_begins = count = 0
+    for position, record in enumerate(journal.replay()):
+        count += 1
+        if state.unread and save_of_record(record)[0] in state.unread:
+            # Of a save that is set aside nothing is decoded, and everything is kept.
+            continue
+        event = decode_event(record)
+        if isinstance(event, Exited):
+            # Notices before an orderly exit are void.
+            life_begins = position
+        if not _is_needed(state, event, is_current_life=True):
+            unneeded.append(position)
+        elif not _is_needed(state, event, is_current_life=False):
+            current_alone.append(position)
+    unneeded += (position for position in current_alone if position < life_begins)
+    if unneeded:
+        journal.drop(unneeded)
+    return count - len(unneeded)
+
+
+def recall(settings: Settings, journal: Journal, staging: StagingArea, save: str) -> tuple[DurableEvent, ...]:
+    """Return all events of a save that was not read at the start. Those that only its pins tell are journaled.
+
+    If one of its records cannot be read or replayed, all of them are dropped, and its pins count.
+    Blocks. Raises VolumeError.
+    """
+    positions, events = [], []
+    state = State(settings=settings)
+    try:
+        for position, record in enumerate(journal.replay()):
+            if save_of_record(record)[0] == save:
+                positions.append(position)
+                events.append(decode_event(record))
+                step(state, events[-1])
+    except VolumeError:
+        # The records may be whole.
+        raise
+    except Exception:
+        log.exception("journal.unreadable", save=save, action="its records are dropped; its pins are rescanned")
+        state, events = State(settings=settings), []
+        positions = [at for at, record in enumerate(journal.replay()) if save_of_record(record)[0] == save]
+        journal.drop(positions)
+    if not events:
+        for event in rescan(staging, state, lambda found: found == save):
+            step(state, event)
+            events.append(event)
+        if events:
+            journal.append([encode_event(event) for event in events])
+    return tuple(events)
+
+
+def _apply(state: State, record: bytes, note: StartNote) -> None:
+    """Apply a record, unless it is of a save that is left out. Only a large one is noted: it alone may be too much."""
+    large = is_large(record)
+    if large or note.left_out:
+        save, title = save_of_record(record)
+        if save in note.left_out:
+            state.leave_unread(save)
+            return
+        if large:
+            note.reads(save, title)
+    step(state, decode_event(record))
+    if large:
+        note.reads(JOURNAL)
+
+
+def _may_read(note: StartNote, save: str) -> bool:
+    if save in note.left_out:
+        return False
+    note.reads(save)
+    return True
 
 
 def _is_needed(state: State, event: DurableEvent, *, is_current_life: bool) -> bool:
@@ -123,13 +234,16 @@ def save_of(event: DurableEvent) -> str | None:
             return event.work.save
 
 
-def rescan(staging: StagingArea, state: State) -> Iterator[DurableEvent]:
+def rescan(
+    staging: StagingArea, state: State, may_read: Callable[[str], bool] = lambda _: True
+) -> Iterator[DurableEvent]:
     """Yield the events behind pins that `state` does not know: after a damaged journal, or on an earlier pod's volume.
 
     The caller applies each before it asks for the next. They come in the order of announcement, which decides which
     checkpoint is the newest. Trainers can write descriptors, so each one is checked as an announcement is.
     """
-    for announcements, described, files in sorted(_described(staging, state), key=lambda found: _order(found[0])):
+    described_saves = _described(staging, state, may_read)
+    for announcements, described, files in sorted(described_saves, key=lambda found: _order(found[0])):
         first = announcements[0]
         try:
             for announcement in announcements:
@@ -157,13 +271,13 @@ def _shares(state: State, announced: Announced) -> Mapping[int, RankContribution
 
 
 def _described(
-    staging: StagingArea, state: State
-) -> Iterator[tuple[Sequence[Announced], StagedDescriptor, tuple[StagedFile, ...]]]:
+    staging: StagingArea, state: State, may_read: Callable[[str], bool]
+) -> Iterator[tuple[Sequence[Announced], StagedDescriptor, StagedFiles]]:
     """Yield the announcements, the descriptor and the files of everything that is staged.
 
     Drops the pins of snapshots that `state` does not know: their files are still where the program wrote them.
     """
-    for described, files in staging.scan():
+    for described, files in staging.scan(may_read):
         if not described.announcements:
             save = save_of_pin(files[0].pin)
             if save not in state.checkpoints:
@@ -171,13 +285,9 @@ def _described(
                 staging.release(save)
             continue
         try:
-            announcements = [decode_event(record.encode()) for record in described.announcements]
+            announced = [decode_announcement(text) for text in described.announcements]
         except UnknownRecordError as error:
             log.warning("staging.unknown_descriptor", error=str(error))
-            continue
-        announced = [event for event in announcements if isinstance(event, Announced)]
-        if not announced or len(announced) < len(announcements):
-            log.warning("staging.unknown_descriptor", error=f"{len(announced)} of {announcements} are announcements")
             continue
         yield announced, described, files
 

@@ -13,7 +13,7 @@ from typing import TextIO, cast
 
 import structlog
 
-from keepstep_agent.core.errors import printable
+from keepstep_agent.core.errors import printable, without_passwords
 
 
 def configure_logs(log_format: str) -> None:
@@ -28,6 +28,7 @@ def configure_logs(log_format: str) -> None:
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             structlog.processors.format_exc_info,
+            _without_passwords,
             *renderers,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
@@ -66,6 +67,14 @@ def _log_warning(
     )
 
 
+def _without_passwords(_logger: object, _method: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
+    """Leave out what no log may hold: an endpoint is a field of some lines, and a part of other libraries' messages."""
+    for key, value in event.items():
+        if isinstance(value, str):
+            event[key] = without_passwords(value)
+    return event
+
+
 def _without_controls(_logger: object, _method: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
     """Escape control characters, which a terminal obeys: names and messages may be anybody's. Tracebacks keep lines."""
     for key, value in event.items():
@@ -77,7 +86,7 @@ def _without_controls(_logger: object, _method: str, event: structlog.typing.Eve
 def say(line: str) -> None:
     """Write a line for people to stderr."""
     stderr = _stderr()
-    stderr.write(f"{line}\n")
+    stderr.write(f"{without_passwords(line)}\n")
     stderr.flush()
 
 

@@ -7,6 +7,7 @@ from keepstep_agent.core.agent import disk_pressure, drain
 from keepstep_agent.core.agent.checkpoint import Checkpoint
 from keepstep_agent.core.agent.state import State
 from keepstep_agent.core.model import Kind, Phase
+from keepstep_agent.core.policies.repeated_deaths import MEMORY_HINT
 from keepstep_api.v1 import agent_pb2
 
 _KINDS: Final[dict[Kind, agent_pb2.Kind]] = {kind: getattr(agent_pb2, f"KIND_{kind.name}") for kind in Kind}
@@ -35,7 +36,7 @@ def describe_checkpoint(checkpoint: Checkpoint) -> agent_pb2.Checkpoint:
         file_count=checkpoint.file_count,
         announced_at=checkpoint.announced_at,
         committed_at=checkpoint.committed_at,
-        reason=checkpoint.reason,
+        reason=checkpoint.problem,
         directory=checkpoint.info.directory,
         output_key=checkpoint.info.output_key,
     )
@@ -102,4 +103,5 @@ def describe(state: State, now: float) -> agent_pb2.Status:
         at=now,
         objective=describe_objective(state),
         progress=describe_progress(state, now),
+        set_aside=[f"{suspect.last.title}: {suspect}; {MEMORY_HINT}" for suspect in state.works_set_aside().values()],
     )

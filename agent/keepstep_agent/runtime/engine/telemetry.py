@@ -13,11 +13,23 @@ from typing import TYPE_CHECKING, Final
 
 import structlog
 
-from keepstep_agent.core.agent.events import Announced, Committed, DurableEvent, Failed, ObjectsLost, Shed, Staged
+from keepstep_agent.core.agent import drain
+from keepstep_agent.core.agent.events import (
+    Announced,
+    Committed,
+    DurableEvent,
+    Event,
+    Failed,
+    ObjectsLost,
+    Shed,
+    Staged,
+    WorkFailed,
+)
 from keepstep_agent.core.agent.state import State
 from keepstep_agent.core.agent.work import WorkId
 from keepstep_agent.core.errors import ErrorKind, KeepstepError
 from keepstep_agent.core.model import Kind, Phase
+from keepstep_agent.runtime.engine.logs import say
 from keepstep_agent.runtime.engine.status import describe
 
 if TYPE_CHECKING:
@@ -61,6 +73,37 @@ class FailureLog:
             suppressed=seen.suppressed if seen is not None else 0,
         )
         self._seen[error.kind] = _Seen(logged_at=now)
+
+
+class StandstillLog:
+    """Logs what does not get on: a checkpoint that is set aside, and a drain that ends unless the store takes more.
+
+    `on_event` is the engine's listener.
+    """
+
+    def __init__(self) -> None:
+        self._said_of: float | None = None
+
+    def on_event(self, state: State, event: Event) -> None:
+        if not isinstance(event, WorkFailed):
+            return
+        checkpoint = state.checkpoints.get(event.work.save)
+        why = checkpoint.set_aside if checkpoint is not None else None
+        if checkpoint is not None and why is not None and (why.at, why.work) == (state.now, event.work):
+            _failure_log.warning(
+                "checkpoint.set_aside",
+                checkpoint=str(checkpoint.info),
+                save=event.work.save,
+                operation=why.work.operation.value,
+                path=why.path,
+                reason=why.reason,
+                action="everything else is stored first, and this is tried again",
+            )
+        gives_up_at = drain.gives_up_store_at(state)
+        if gives_up_at is not None and self._said_of != state.standstill.since:
+            self._said_of = state.standstill.since
+            left_seconds = max(0.0, gives_up_at - state.now)
+            say(f"keepstep: not stored yet: {state.storage_error}; waiting {left_seconds:.0f} s, unless that changes")
 
 
 class RefusalLog:
@@ -146,6 +189,10 @@ class StateCollector:
             "keepstep_grace_seconds": ("Configured grace period in seconds", state.settings.termination.grace_seconds),
             "keepstep_volume_budget_bytes": ("Bytes that may still be written to the volume", status.budget_bytes),
             "keepstep_live_ranks": ("Training processes alive in this pod", status.live_ranks),
+            "keepstep_set_aside": (
+                "Pieces of work that are tried again last, because agents died while they were under way",
+                len(status.set_aside),
+            ),
             "keepstep_terminating": ("1 after a termination notice", float(status.terminating)),
             "keepstep_upload_window": ("Maximum number of parts transferred at the same time", int(state.window)),
         }

@@ -19,6 +19,7 @@ from keepstep_agent.core.agent.events import Committed, Event, Failed, StepSeen,
 from keepstep_agent.core.agent.state import State
 from keepstep_agent.core.errors import ClusterError, ErrorKind
 from keepstep_agent.core.model import Kind
+from keepstep_agent.core.settings.table import spelled
 from keepstep_agent.core.settings.values import ClusterSettings
 from keepstep_agent.ports import Clock, Cluster, EventType, PodEvent
 from keepstep_agent.runtime.work.fetches import FetchProgress
@@ -84,7 +85,7 @@ class KubernetesEvents:
                 name = state.checkpoints[event.save].info.name if event.save in state.checkpoints else event.save
                 text = f"{name} cannot become durable: {event.reason}; {event.hint}"
                 self._note(EventType.WARNING, "CheckpointLost", text, event.at)
-            case WorkFailed() if state.breaker.is_open:
+            case WorkFailed() if state.breaker.is_open or event.work.save in state.set_aside:
                 if event.at - self._storage_error_at >= _BETWEEN_STORAGE_ERRORS_SECONDS:
                     self._storage_error_at = event.at
                     self._note(EventType.WARNING, "StorageError", f"{event.message}; {event.hint}", event.at)
@@ -214,8 +215,9 @@ async def cluster_news(
     if not settings.kubernetes_host or not settings.pod_name:
         log.error(
             "cluster.unknown",
-            problem="cluster_events is set, and the API server or the pod's own name is not known",
-            hint="set POD_NAME, POD_NAMESPACE and POD_UID by the downward API, or cluster_events to false",
+            problem="cluster events are asked for, and the API server or the pod's own name is not known",
+            hint="set POD_NAME, POD_NAMESPACE and POD_UID by the downward API, or "
+            f"{spelled('cluster.cluster_events')} to false",
         )
         yield None
         return

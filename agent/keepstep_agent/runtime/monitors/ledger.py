@@ -32,6 +32,7 @@ from keepstep_agent.core.agent.events import (
 from keepstep_agent.core.agent.state import State
 from keepstep_agent.core.errors import KeepstepError, printable
 from keepstep_agent.core.limits import LEDGER_BYTES, SECONDS, TEXT_CHARACTERS
+from keepstep_agent.core.policies.repeated_deaths import Suspect
 from keepstep_agent.core.settings.values import Settings
 from keepstep_agent.core.stored.ledger import (
     AgentEnded,
@@ -45,6 +46,7 @@ from keepstep_agent.core.stored.ledger import (
     SaveCommitted,
     Saved,
     SaveLost,
+    WorkSetAside,
     encode_life,
 )
 from keepstep_agent.core.stored.object_layout import ledger_key
@@ -107,6 +109,8 @@ class LedgerWriter:
             case Started():
                 # A start that nothing follows is written with the end.
                 self._add(self._started(state, event.at), wants_object=False)
+                for work, suspect in state.works_set_aside().items():
+                    self._add(_set_aside(work, suspect, event.at))
             case RanksSeen() if len(event.alive) != self._ranks:
                 if not self._ranks and self._had_ranks:
                     # They may have resumed from a lower step than those before them had reached.
@@ -297,6 +301,13 @@ class LedgerWriter:
                 hint=error.hint if isinstance(error, KeepstepError) else "",
                 action="uploads go on; `keepstep report` lacks what is dropped",
             )
+
+
+def _set_aside(work: str, suspect: Suspect, at: float) -> Callable[[int], WorkSetAside]:
+    save = "" if work.startswith(":") else work
+    return lambda number: WorkSetAside(
+        number=number, at=at, work=suspect.last.title, doing=suspect.last.doing, deaths=suspect.deaths, save=save
+    )
 
 
 def _bounded(seconds: float) -> float:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -24,7 +25,7 @@ from keepstep_agent.adapters.output.file_prober import FileProber
 from keepstep_agent.adapters.output.output_directories import OutputDirectories
 from keepstep_agent.adapters.output.program import living_below, other_children
 from keepstep_agent.adapters.records import recorded_save
-from keepstep_agent.core.agent import disk_pressure, drain
+from keepstep_agent.core.agent import disk_pressure, drain, planner
 from keepstep_agent.core.agent.announcements import check_announcement
 from keepstep_agent.core.agent.events import Announced, OutputLooked
 from keepstep_agent.core.agent.state import State
@@ -35,6 +36,7 @@ from keepstep_agent.core.mirror.output_history import DUE_SECONDS, Decision, Out
 from keepstep_agent.core.mirror.output_scan import OutputScan, is_log
 from keepstep_agent.core.mirror.plan import SnapshotPlan, plan_snapshot
 from keepstep_agent.core.model import Fingerprint, Kind, Phase, SaveInfo
+from keepstep_agent.core.policies.repeated_deaths import MEMORY_HINT, OUTPUT_DIRECTORIES
 from keepstep_agent.core.settings.values import Settings
 from keepstep_agent.ports import Clock
 from keepstep_agent.runtime.engine.engine import Engine
@@ -117,9 +119,12 @@ class Mirror:
         ]
         try:
             while True:
-                async with self._looking:
-                    await self._look()
-                await self._pause()
+                if planner.may_begin(self._engine.state, OUTPUT_DIRECTORIES):
+                    async with self._looking:
+                        await self._look()
+                    await self._pause()
+                else:
+                    await asyncio.sleep(_IDLE_SECONDS)
         finally:
             for hints in self._hints:
                 await self._run(hints.close)
@@ -148,6 +153,8 @@ class Mirror:
                 failed_at = min(failed_at, self._alive_at)
             end = _program_end(failed_at, survivors_ended_well=survivors_ended_well) if writers_gone else None
             await self._wait_for_the_one_before()
+            if not await self._may_look(limit_seconds):
+                return
             while tries < _LAST_TRIES:
                 async with self._looking:
                     scan, decision = await self._observe(lives=not writers_gone, end=end)
@@ -165,6 +172,24 @@ class Mirror:
         except Exception:
             # Whatever lies in these directories, the agent must be able to end.
             log.exception("mirror.failed", hint="this is a bug in the agent: please report it")
+
+    async def _may_look(self, limit_seconds: float) -> bool:
+        """Wait until the directories may be looked at, if that killed agents; False, and said, if they may not."""
+
+        def is_decided(state: State) -> bool:
+            suspect = state.suspects.get(OUTPUT_DIRECTORIES)
+            was_tried_again = suspect is not None and suspect.was_tried_again
+            return was_tried_again or planner.may_begin(state, OUTPUT_DIRECTORIES)
+
+        with suppress(TimeoutError):
+            async with asyncio.timeout(limit_seconds):
+                await self._engine.until(is_decided)
+        suspect = self._engine.state.suspects.get(OUTPUT_DIRECTORIES)
+        if suspect is None or planner.may_begin(self._engine.state, OUTPUT_DIRECTORIES):
+            return True
+        line = f"{' and '.join(self._settings.watch)}: {suspect}; {MEMORY_HINT}"
+        await self._engine.submit(OutputLooked(at=self._clock.now(), not_stored=(line,)))
+        return False
 
     @property
     def is_as_restored(self) -> bool:
@@ -187,14 +212,15 @@ class Mirror:
     async def _wait_for_the_one_before(self) -> None:
         """Wait for a snapshot on its way, so that the last one need not send its files again.
 
-        Not if the store is unreachable, and at most for half of the time that a deadline leaves, or until there is one.
+        Not if the store is unreachable or refuses it, and at most for half of the time that a deadline leaves, or until
+        there is one.
         """
         saves, until = self._snapshots.on_their_way, drain.deadline(self._engine.state)
         limit_seconds = None if until is None else max(0.0, until - self._clock.now()) / 2
 
         def is_enough(state: State) -> bool:
             is_told = until is None and drain.deadline(state) is not None
-            return is_told or state.breaker.is_open or all(is_over(state, save) for save in saves)
+            return is_told or drain.is_at_standstill(state) or all(is_over(state, save) for save in saves)
 
         with suppress(TimeoutError):
             async with asyncio.timeout(limit_seconds):
@@ -247,7 +273,7 @@ class Mirror:
         is_late = now - waiting_since >= DUE_SECONDS
         if decision.left_out.keys() != self._named and (is_late or not decision.left_out):
             self._named = frozenset(decision.left_out)
-            await self._note_not_stored(self._plan(scan, decision))
+            await self._note_not_stored(await self._plan(scan, decision))
         if decision.due and self._snapshots.on_their_way and now - max(self._taken_at, self._slow_at) >= _WARN_SECONDS:
             self._slow_at = now
             log.warning(
@@ -314,15 +340,21 @@ class Mirror:
             if one.announced.snapshot is None
             for file in one.announced.files or ("",)
         ]
-        return await self._run(self._look_and_decide, self._history, announced, lives, end)
+        with self._engine.doing(OUTPUT_DIRECTORIES, "look at the output directories"):
+            return await self._run(self._look_and_decide, self._history, announced, self._snapshots.refused, lives, end)
 
     def _look_and_decide(
-        self, history: OutputHistory, announced: Sequence[str], lives: bool, end: ProgramEnd | None
+        self,
+        history: OutputHistory,
+        announced: Sequence[str],
+        refused: Mapping[str, str],
+        lives: bool,
+        end: ProgramEnd | None,
     ) -> tuple[OutputScan, Decision]:
         left_out = self._announced.find(announced)
         began = time.thread_time()
         parts = self._announced.look_alikes(announced, left_out, self._snapshots.stored)
-        scan = self._output.scan(left_out, self._files, parts)
+        scan = self._output.scan(left_out, self._files, parts).without(refused)
         at, unix_at = time.monotonic(), time.time()
         self._files = scan.files
         self._come_back_changed |= scan.comes_back_changed
@@ -342,7 +374,7 @@ class Mirror:
         self._history = OutputHistory(
             self._snapshots.stored, self._snapshots.groups_before(), log_inodes=frozenset(_inodes_of_own_output())
         )
-        brought = {**{path: held.fingerprint for path, held in base.files.items()}, **base.others}
+        brought = {**base.files.looks(), **base.others}
         restored = {path: seen for path, seen in brought.items() if not is_log(path)}
         self._restored = restored if await self._run(self._output.unread, restored) else {}
 
@@ -355,7 +387,7 @@ class Mirror:
         """
         if self._snapshots.are_of(scan):
             return ""
-        plan = self._plan(scan, decision)
+        plan = await self._plan(scan, decision)
         self._is_empty_at_end = is_last and not plan.is_news
         await self._note_not_stored(plan)
         stored, base = self._snapshots.stored, self._snapshots.base.files
@@ -400,14 +432,17 @@ class Mirror:
                 hint="a snapshot has names, bytes, times and symbolic links",
             )
 
-    def _plan(self, scan: OutputScan, decision: Decision) -> SnapshotPlan:
-        return plan_snapshot(
+    async def _plan(self, scan: OutputScan, decision: Decision) -> SnapshotPlan:
+        # In a thread: with 100,000 files it takes seconds.
+        plan = partial(
+            plan_snapshot,
             scan,
             self._snapshots.base,
             decision,
             pinned_before=self._snapshots.pinned,
             budget_bytes=disk_pressure.budget_bytes(self._engine.state),
         )
+        return await self._run(plan)
 
     async def _note_not_stored(self, plan: SnapshotPlan) -> None:
         if plan.not_stored != self._engine.state.not_stored:

@@ -6,6 +6,7 @@ import structlog
 
 from keepstep_agent.core.agent.events import StepSeen
 from keepstep_agent.core.policies.progress import StepSign
+from keepstep_agent.core.settings.table import spelled
 from keepstep_agent.ports import Clock
 from keepstep_agent.runtime.engine.engine import Engine
 from keepstep_agent.runtime.monitors.ranks import RanksLook
@@ -40,7 +41,8 @@ class StepWatch:
                 "trainer.stuck",
                 step=newest.step,
                 seconds=round(now - newest.at, 1),
-                hint="look at the trainer's log and stacks (py-spy dump); raise step_timeout if it only works for long",
+                hint="look at the trainer's log and stacks (py-spy dump); raise "
+                f"{spelled('progress.step_timeout')} if it only works for long",
             )
         elif was_stuck and not progress.stuck:
             log.info("trainer.no_longer_stuck", step=None if newest is None else newest.step)

@@ -5,7 +5,7 @@ one is committed, so that neither a restart of the agent nor a restore takes it 
 """
 
 import asyncio
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,9 +15,10 @@ import structlog
 
 from keepstep_agent.adapters.output.mirror_state import read_base, write_base
 from keepstep_agent.core.agent.checkpoint import Checkpoint
+from keepstep_agent.core.agent.events import SnapshotNoted
 from keepstep_agent.core.agent.state import State
 from keepstep_agent.core.errors import ErrorKind
-from keepstep_agent.core.mirror.base import HeldFile, MirrorBase, held_files
+from keepstep_agent.core.mirror.base import HeldFile, HeldFiles, MirrorBase, held_files
 from keepstep_agent.core.mirror.output_scan import OutputScan
 from keepstep_agent.core.mirror.plan import SnapshotPlan
 from keepstep_agent.core.mirror.write_groups import Kinds, saves_by_name
@@ -56,15 +57,30 @@ class TakenSnapshots:
         self._executor = executor
         self._volume, self._state_directory = Path(settings.volume), Path(settings.state_directory)
         self._taken: dict[str, _Taken] = {}
+        # `on_their_way` when `stored` was noted.
+        self._waited_for: Sequence[str] = ()
         self.base = MirrorBase()
         self.stored: Mapping[str, Fingerprint] = {}
         self.not_pinned: frozenset[str] = frozenset()
         self.pinned: dict[str, Fingerprint] = {}
 
     @property
-    def on_their_way(self) -> Collection[str]:
-        """The saves of the snapshots that have not ended, as far as `settle` knows."""
-        return tuple(self._taken)
+    def on_their_way(self) -> Sequence[str]:
+        """The saves of the snapshots that have not ended, as far as `settle` knows, and that the next one waits for.
+
+        It does not wait for one that is set aside, unless two were with nothing stored in between: then it is not the
+        file that the store refuses.
+        """
+        state = self._engine.state
+        aside = {save: state.set_aside[save].set_aside for save in self._taken if save in state.set_aside}
+        in_vain = [why for why in aside.values() if why is not None and why.at >= state.progress_at]
+        return tuple(save for save in self._taken if save not in aside or len(in_vain) > 1)
+
+    @property
+    def refused(self) -> Mapping[str, str]:
+        """The files because of which a snapshot is set aside, and why: the next one leaves them out."""
+        aside = (one.set_aside for save, one in self._engine.state.set_aside.items() if save in self._taken)
+        return {why.path: why.reason for why in aside if why is not None and why.path}
 
     @property
     def last_number(self) -> int:
@@ -83,7 +99,7 @@ class TakenSnapshots:
         )
         if self.base.snapshot is None:
             # A restore that was to put another one in place was interrupted, and nobody has repeated it.
-            self.base = replace(self.base, files={}, links={})
+            self.base = replace(self.base, files=HeldFiles(), links={})
         state = self._engine.state
         # If it was not on its way then, restore has put another one in place since.
         if state.newest_snapshot is not None and state.newest_snapshot.info.save in self.base.pending:
@@ -91,7 +107,9 @@ class TakenSnapshots:
         for save, checkpoint in state.unfinished.items():
             if checkpoint.info.is_snapshot:
                 self._taken[save] = self._taken_before(checkpoint)
-        self.pinned = {path: held.fingerprint for path, held in self.base.files.items()}
+        if state.newest_snapshot is not None:
+            await self._tell_noted(state.newest_snapshot)
+        self.pinned = self.base.files.looks()
         self._note_stored()
 
     def groups_before(self) -> list[Kinds]:
@@ -99,13 +117,14 @@ class TakenSnapshots:
 
         What was sent together may have been of several.
         """
-        sent: dict[str, list[HeldFile]] = {}
-        for held in self.base.files.values():
-            sent.setdefault(held.entry.owner.save if held.entry.owner else "", []).append(held)
+        sent: dict[str, list[tuple[int, str]]] = {}
+        for path, held in self.base.files.items():
+            save = held.entry.owner.save if held.entry.owner else ""
+            sent.setdefault(save, []).append((held.fingerprint.mtime_ns, path))
         for files in sent.values():
-            files.sort(key=lambda held: held.fingerprint.mtime_ns)
-        in_order = sorted(sent.values(), key=lambda files: files[-1].fingerprint.mtime_ns)
-        return [kinds for files in in_order for kinds in saves_by_name(held.entry.path for held in files)]
+            files.sort()
+        in_order = sorted(sent.values(), key=lambda files: files[-1])
+        return [kinds for files in in_order for kinds in saves_by_name(path for _, path in files)]
 
     async def add(self, save: str, plan: SnapshotPlan, scan: OutputScan) -> None:
         """Note a snapshot that is about to be announced."""
@@ -123,24 +142,27 @@ class TakenSnapshots:
         Returns the seconds to wait before the next one if one of them came to nothing, else None.
         """
         pause_seconds: float | None = None
-        before, state = len(self._taken), self._engine.state
+        state = self._engine.state
         for save in [save for save in self._taken if is_over(state, save)]:
             taken, checkpoint = self._taken.pop(save), state.checkpoints.get(save)
             if checkpoint is not None and checkpoint.durable:
                 await self._keep(checkpoint, taken)
+                await self._tell_noted(checkpoint)
                 continue
             kind = checkpoint.error_kind if checkpoint is not None else None
             if kind is ErrorKind.BASE_PRUNED:
-                self.base = replace(self.base, snapshot=None, files={}, links={})
+                self.base = replace(self.base, snapshot=None, files=HeldFiles(), links={})
             pause_seconds = 0.0 if kind in _HARMLESS else _AFTER_FAILURE_SECONDS
-        if len(self._taken) < before:
+        if self.on_their_way != self._waited_for:
             self._note_stored()
         return pause_seconds
 
     def _note_stored(self) -> None:
-        newest = list(self._taken.values())[-1:]
-        looks = newest[0].looks if newest else {path: held.fingerprint for path, held in self.base.files.items()}
-        self.stored = {**looks, **{path: seen for path, seen in self.base.others.items() if path not in looks}}
+        self._waited_for = self.on_their_way
+        newest = [self._taken[save] for save in self._waited_for[-1:]]
+        looks = newest[0].looks if newest else self.base.files.looks()
+        others = {path: seen for path, seen in self.base.others.items() if path not in looks}
+        self.stored = {**looks, **others} if others else looks
 
     def _taken_before(self, checkpoint: Checkpoint) -> _Taken:
         """Return what is known of a snapshot that an earlier agent took."""
@@ -161,12 +183,15 @@ class TakenSnapshots:
         looks = self._stored_looks(checkpoint, taken)
         self.base = MirrorBase(
             snapshot=checkpoint.snapshot_id,
-            files={held.entry.path: held for held in held_files(checkpoint.manifest(0), looks)},
+            files=HeldFiles(held_files(checkpoint.manifest(0), looks)),
             others={path: seen for path, seen in self.base.others.items() if path not in looks},
             links=taken.links,
             pending=frozenset(self._taken),
         )
         await self._write_base()
+
+    async def _tell_noted(self, checkpoint: Checkpoint) -> None:
+        await self._engine.submit(SnapshotNoted(at=self._engine.state.now, save=checkpoint.info.save))
 
     def _stored_looks(self, checkpoint: Checkpoint, taken: _Taken) -> Mapping[str, Fingerprint]:
         """Note which files could not be pinned. Return what the files of a snapshot look like here, those as before."""

@@ -14,8 +14,10 @@ from typing import Final
 import structlog
 
 from keepstep_agent.adapters.records import RecordedCheckpoint, is_any_handed_over, unannounced
+from keepstep_agent.core.agent import planner
 from keepstep_agent.core.errors import ErrorKind, KeepstepError, StoreError
 from keepstep_agent.core.model import AnnouncementTime, SaveInfo
+from keepstep_agent.core.policies.repeated_deaths import RECORDS
 from keepstep_agent.core.settings.values import Settings
 from keepstep_agent.ports import StoreReader
 from keepstep_agent.runtime.engine.engine import Engine
@@ -81,13 +83,16 @@ class UnannouncedRecovery:
         )
 
     def _known(self) -> set[str]:
-        return {*self._engine.state.checkpoints, *self._committed}
+        return {*self._engine.state.checkpoints, *self._engine.state.unread, *self._committed}
 
     async def _unannounced(self) -> Sequence[RecordedCheckpoint]:
+        if not planner.may_begin(self._engine.state, RECORDS):
+            return ()
         known = self._known()
-        return await asyncio.get_running_loop().run_in_executor(
-            self._executor, lambda: unannounced(self._volume, self._directory, known=known)
-        )
+        with self._engine.doing(RECORDS, "read the records of checkpoints"):
+            return await asyncio.get_running_loop().run_in_executor(
+                self._executor, lambda: unannounced(self._volume, self._directory, known=known)
+            )
 
     async def _ask(self, found: Sequence[RecordedCheckpoint], limit_seconds: float | None) -> None:
         """Note the newest of each output directory that the store has whole, if it answers in time."""

@@ -22,10 +22,13 @@ from keepstep_agent.adapters.control_group import cpu_limit
 from keepstep_agent.adapters.liveness import RankLocks
 from keepstep_agent.adapters.rate_limit import RateLimiter
 from keepstep_agent.adapters.signal_file import SignalFile
+from keepstep_agent.adapters.volume.own_entries import AGENT_NOTE
 from keepstep_agent.adapters.volume.staging_area import LocalStagingArea
+from keepstep_agent.adapters.volume.work_note import WorkNote
 from keepstep_agent.core.agent import drain
 from keepstep_agent.core.agent.commands import Command, Exit
-from keepstep_agent.core.agent.events import Exited, Started
+from keepstep_agent.core.agent.events import DurableEvent, Exited, Started
+from keepstep_agent.core.errors import KeepstepError
 from keepstep_agent.core.policies.run_exit import Drained
 from keepstep_agent.core.settings.values import Settings
 from keepstep_agent.ports import Clock
@@ -36,8 +39,9 @@ from keepstep_agent.runtime.api.http import serve_http
 from keepstep_agent.runtime.api.server import AgentService, serve_grpc
 from keepstep_agent.runtime.api.whole_run import WholeRun
 from keepstep_agent.runtime.engine.engine import Engine
-from keepstep_agent.runtime.engine.journaling import recover
+from keepstep_agent.runtime.engine.journaling import recall, recover
 from keepstep_agent.runtime.engine.logs import say
+from keepstep_agent.runtime.engine.telemetry import StandstillLog
 from keepstep_agent.runtime.monitors.commit_news import CommitTeller
 from keepstep_agent.runtime.monitors.draining import DrainingNotice
 from keepstep_agent.runtime.monitors.kubernetes_events import cluster_news
@@ -184,10 +188,10 @@ async def run_agent(settings: Settings, *, fresh: bool = False, parent_pid: int 
     `fresh`: the pod is new, so an old termination notice is void. `parent_pid`: the agent ends when this runner is
     gone. Raises KeepstepError when the agent cannot start at all.
     """
-    priority.share_one_heap()
+    priority.keep_heap_small()
     clock = SystemClock()
     volume = Path(settings.volume)
-    claim_volume(settings)
+    claim_volume(settings, alone=parent_pid is not None)
     async with contextlib.AsyncExitStack() as stack:
         # First: PID 1 of a container does not even receive a SIGTERM for which it has no handler.
         signals = stack.enter_context(signals_to_end())
@@ -197,9 +201,20 @@ async def run_agent(settings: Settings, *, fresh: bool = False, parent_pid: int 
         journal = stack.enter_context(volume_journal(settings))
         staging = LocalStagingArea(volume, settings.watch)
         # In a thread: a long journal or a slow volume must not delay the handling of a signal.
-        state, unjournaled = await asyncio.get_running_loop().run_in_executor(
-            journaling, recover, settings, journal, staging
-        )
+        note = WorkNote(volume, Path(settings.state_directory), AGENT_NOTE, now=clock.now())
+        try:
+            state, unjournaled = await asyncio.get_running_loop().run_in_executor(
+                journaling, recover, settings, journal, staging, note
+            )
+        except KeepstepError:
+            note.close(note.suspects)
+            raise
+
+        async def recalled(save: str) -> tuple[DurableEvent, ...]:
+            return await asyncio.get_running_loop().run_in_executor(
+                journaling, recall, settings, journal, staging, save
+            )
+
         limiter = RateLimiter(settings.transfer.bandwidth_bytes_per_second)
         store = ReadyStore(settings.store, limiter)
         stack.push_async_callback(store.close)
@@ -232,11 +247,12 @@ async def run_agent(settings: Settings, *, fresh: bool = False, parent_pid: int 
             clock=clock,
             executor=journaling,
             listeners=[
-                *(others.hear, litter.hear, fetches.hear, ledger.hear),
+                *(others.hear, litter.hear, fetches.hear, ledger.hear, StandstillLog().on_event),
                 *([news.hear] if news else []),
                 *([draining.hear] if draining else []),
             ],
             unjournaled=unjournaled,
+            note=note,
         )
         signal_file = SignalFile(volume)
         noticed_deadline = state.termination.deadline
@@ -245,7 +261,7 @@ async def run_agent(settings: Settings, *, fresh: bool = False, parent_pid: int 
             engine.post(Exited(at=clock.now()))
             signal_file.forget_termination()
         # First in the queue: a notice that arrives as soon as we serve belongs to this life.
-        engine.post(Started(at=clock.now(), fresh=fresh))
+        engine.post(Started(at=clock.now(), fresh=fresh, suspects=note.suspects))
         live_ranks = LiveRanks(RankLocks(volume))
         announcements = Announcements(
             engine=engine,
@@ -283,6 +299,7 @@ async def run_agent(settings: Settings, *, fresh: bool = False, parent_pid: int 
             readers=_threads(stack, "keepstep-reader", _READERS),
             may_read_again=lambda kind: drain.may_read_again(state, kind),
             post=engine.post,
+            recall=recalled,
             on_save_request=save_requester(signal_file, live_ranks),
             on_lift_cap=lambda: limiter.set_rate(0),
             on_cancelled=termination_canceller(signal_file, limiter, settings),
@@ -297,7 +314,7 @@ async def run_agent(settings: Settings, *, fresh: bool = False, parent_pid: int 
             monitors=monitors,
             tell_unprotected=None if news is None else news.tell_unprotected,
         )
-        await stack.enter_async_context(serve_grpc(service, Path(settings.socket)))
+        await stack.enter_async_context(serve_grpc(service, Path(settings.socket), alone=parent_pid is not None))
         # After the API, so that an agent that says it is ready serves it.
         await stack.enter_async_context(
             serve_http(settings.http_address, lambda: state, clock, ledger.life, WholeRun(store))

@@ -18,23 +18,31 @@ from keepstep_agent.adapters.journal import open_journal
 from keepstep_agent.adapters.signal_file import SignalFile
 from keepstep_agent.adapters.volume import identity
 from keepstep_agent.adapters.volume.disk import Reserve
-from keepstep_agent.adapters.volume.shared_folders import make_own_folder, make_state_directory
+from keepstep_agent.adapters.volume.own_entries import WRITE_PROBE
+from keepstep_agent.adapters.volume.shared_folders import (
+    VOLUME_MODE,
+    limit_own_folder,
+    make_state_directory,
+)
 from keepstep_agent.adapters.volume.shared_volume import open_volume
 from keepstep_agent.core.errors import ErrorKind, VolumeError
 from keepstep_agent.core.settings.values import Settings
 from keepstep_agent.ports import Journal
 from keepstep_api.names import JOURNAL, STATE_DIRECTORY
 
-_PROBE: Final = f"{STATE_DIRECTORY}/.writable"
+_PROBE: Final = f"{STATE_DIRECTORY}/{WRITE_PROBE}"
 
 log = structlog.get_logger("keepstep.agent")
 
 
-def claim_volume(settings: Settings) -> None:
-    """Claim the volume for the destination and make the agent's state directory. Raises KeepstepError if it cannot."""
+def claim_volume(settings: Settings, *, alone: bool = False) -> None:
+    """Claim the volume for the destination and make the agent's state directory. Raises KeepstepError if it cannot.
+
+    `alone`: the trainer is of the same user, so nobody else has business in `.keepstep`.
+    """
     assert settings.state_directory, "the settings lack the state directory, which is the volume's by default"
     volume = Path(settings.volume)
-    _require_writable(volume)
+    _require_writable(volume, alone=alone)
     identity.claim(volume, settings.store.destination)
     make_state_directory(volume, Path(settings.state_directory))
 
@@ -59,22 +67,22 @@ def void_notices(settings: Settings) -> None:
 
 @contextmanager
 def volume_journal(settings: Settings) -> Iterator[Journal]:
-    """Keep the journal open while the context is. A damaged one is set aside, and a new one begun."""
+    """Keep the journal open while the context is. A damaged one is moved aside, and a new one begun."""
     reserve = Reserve(Path(settings.volume))
     reserve.keep()
     journal, was_damaged = open_journal(Path(settings.state_directory) / JOURNAL, reserve)
     with closing(journal):
         if was_damaged:
-            log.error("journal.damaged", action="set aside; the staged directories are rescanned")
+            log.error("journal.damaged", action="moved aside; the staged directories are rescanned")
         yield journal
 
 
-def _require_writable(volume: Path) -> None:
+def _require_writable(volume: Path, *, alone: bool) -> None:
     """Raise VolumeError if the volume cannot be written. One that is merely full passes: the agent makes room on it."""
     try:
-        volume.mkdir(parents=True, exist_ok=True)
+        volume.mkdir(VOLUME_MODE, parents=True, exist_ok=True)
+        limit_own_folder(volume, to_owner=alone)
         with open_volume(volume) as root:
-            make_own_folder(root).close()
             root.unlink(_PROBE)
             with root.opened_file(_PROBE, os.O_WRONLY | os.O_CREAT | os.O_EXCL):
                 root.unlink(_PROBE)

@@ -10,11 +10,11 @@ from typing import Final
 
 import structlog
 
-from keepstep_agent.adapters.volume.shared_folders import make_state_directory, open_state_directory
+from keepstep_agent.adapters.volume.own_entries import RUN_LOCK
+from keepstep_agent.adapters.volume.shared_folders import limit_own_folder, make_state_directory, open_state_directory
 from keepstep_agent.core.errors import ErrorKind, KeepstepError
 from keepstep_agent.core.settings.values import Settings
 
-_RUN_LOCK: Final = "run.lock"
 _HOLDER_BYTES: Final = 1024
 
 log = structlog.get_logger("keepstep.agent")
@@ -29,10 +29,12 @@ def held_volume(settings: Settings) -> Iterator[None]:
     """
     volume, state_directory = Path(settings.volume), Path(settings.state_directory)
     make_state_directory(volume, state_directory)
+    with suppress(OSError):
+        limit_own_folder(volume, to_owner=True)
     with ExitStack() as stack:
         try:
             folder = stack.enter_context(open_state_directory(volume, state_directory))
-            _lock(stack.enter_context(folder.opened_file(_RUN_LOCK, os.O_RDWR | os.O_CREAT)), volume)
+            _lock(stack.enter_context(folder.opened_file(RUN_LOCK, os.O_RDWR | os.O_CREAT)), volume)
         except OSError as error:
             # Some shared filesystems have no locks, and a full volume is no reason not to train.
             log.warning("volume.not_locked", error=str(error), hint="let no other run use this volume meanwhile")

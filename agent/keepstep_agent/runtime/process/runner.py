@@ -53,7 +53,8 @@ _TYPED: Final = frozenset({signal.SIGINT, signal.SIGQUIT})
 """Mostly from a keyboard; the program may go on."""
 _PROGRAMS_OWN: Final = frozenset({signal.SIGUSR1, signal.SIGUSR2})
 """The program gives them their meaning (`sbatch --signal=USR1@90`); without a handler it dies of them."""
-_KEEPSTEP: Final = (sys.executable, "-m", "keepstep_agent")
+# -P: nothing is imported from the working directory, where the program may have a module of any name.
+_KEEPSTEP: Final = (sys.executable, "-P", "-m", "keepstep_agent")
 
 log = structlog.get_logger("keepstep.run")
 
@@ -242,7 +243,7 @@ class Runner:
                 record = json.loads(folder.read(RESUMED, RECORD_BYTES))
             directory = Path(self._settings.volume, record.get("directory") or self._settings.checkpoint_directory)
             path = directory / record["name"]
-        except (OSError, ValueError, LookupError, TypeError):
+        except (OSError, ValueError, LookupError, TypeError, RecursionError):
             return _Resumed()
         return _Resumed(path=str(path), written=(status.st_ino, status.st_mtime_ns))
 

@@ -4,7 +4,7 @@ Who lists and writes at what time: core.agent.commit_turns. What a try has read 
 the next one, because manifests never change: so the last one to come is the only one that is read at the end.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
@@ -29,12 +29,13 @@ from keepstep_agent.core.stored.commit import (
     missing_ranks,
 )
 from keepstep_agent.core.stored.manifest import (
+    check_manifest,
     commit_marker,
     decode_manifest,
     decode_marker,
     encode_manifest,
     encode_marker,
-    needed_bytes,
+    manifest_pieces,
     shortage,
 )
 from keepstep_agent.core.stored.object_layout import (
@@ -54,7 +55,7 @@ log = structlog.get_logger("keepstep.committer")
 
 async def write_manifest(store: StoreWriter, clock: Clock, command: WriteManifest) -> ManifestStored:
     key, body = manifest_key_of(command.ranks), encode_manifest(command.ranks)
-    _check_readable(decode_manifest, body, key)
+    _check_readable(check_manifest, body, key)
     await store.put(key, body)
     return ManifestStored(at=clock.now(), work=command.work)
 
@@ -164,8 +165,8 @@ class Committer:
     def _ours(self, command: Commit) -> _Manifest:
         read, key = self._read.setdefault(command.info.save, {}), manifest_key_of(command.ranks)
         if key not in read:
-            body = encode_manifest(command.ranks)
-            read[key] = _Manifest(ranks=command.ranks, reference=_reference(command.ranks, body))
+            reference = _reference(command.ranks, manifest_pieces(command.ranks))
+            read[key] = _Manifest(ranks=command.ranks, reference=reference)
         return read[key]
 
     def _names_ours(self, body: bytes, key: str, command: Commit) -> bool:
@@ -240,8 +241,8 @@ async def _sizes(store: StoreReader, info: SaveInfo, prefix: str) -> dict[str, i
     sizes: dict[str, int] = {}
     async for one in store.list(prefix):
         sizes[one.key] = one.size_bytes
-        if limit is not None and needed_bytes(files=len(sizes)) > limit:
-            raise _too_large_here(shortage(info.name, needed_bytes(files=len(sizes)), limit))
+        if error := shortage(info.name, limit, files=len(sizes)):
+            raise _too_large_here(error)
     return sizes
 
 
@@ -253,10 +254,15 @@ def _check_room(info: SaveInfo, sizes: Mapping[str, int], *, files: int, largest
             f"its manifests have {sum(manifests_bytes):,} bytes, the largest {max(manifests_bytes):,}; "
             f"the limits are {MANIFESTS_BYTES:,} and {MANIFEST_BYTES:,}"
         )
-    limit = memory_limit_bytes()
-    needed = needed_bytes(files=files, manifests_bytes=manifests_bytes, largest_pack_bytes=largest_pack_bytes)
-    if limit is not None and needed > limit:
-        raise _too_large_here(shortage(info.name, needed, limit))
+    error = shortage(
+        info.name,
+        memory_limit_bytes(),
+        files=files,
+        manifests_bytes=manifests_bytes,
+        largest_pack_bytes=largest_pack_bytes,
+    )
+    if error is not None:
+        raise _too_large_here(error)
 
 
 def _decode(info: SaveInfo, body: bytes, key: str) -> _Manifest:
@@ -269,7 +275,7 @@ def _decode(info: SaveInfo, body: bytes, key: str) -> _Manifest:
         )
     if manifest_key_of(ranks) != key:
         raise checkpoint_corrupt(f"{key} does not have the ranks that its name says")
-    return _Manifest(ranks=ranks, reference=_reference(ranks, body))
+    return _Manifest(ranks=ranks, reference=_reference(ranks, (body,)))
 
 
 def _check_readable(decode: Callable[[bytes, str], object], body: bytes, key: str) -> None:
@@ -292,10 +298,14 @@ def _too_large_here(error: StoreError) -> RequestError:
     return RequestError(ErrorKind.BAD_REQUEST, f"this agent cannot commit the save: {error}", hint=error.hint)
 
 
-def _reference(ranks: Sequence[RankManifest], body: bytes) -> ManifestReference:
+def _reference(ranks: Sequence[RankManifest], pieces: Iterable[bytes]) -> ManifestReference:
+    size_bytes = checksum = 0
+    for piece in pieces:
+        size_bytes += len(piece)
+        checksum = crc64nvme(piece, checksum)
     return ManifestReference(
         first_rank=min(one.rank for one in ranks),
         rank_count=len(ranks),
-        size_bytes=len(body),
-        checksum=crc64nvme(body),
+        size_bytes=size_bytes,
+        checksum=checksum,
     )

@@ -5,7 +5,7 @@ Owns which task does which work; the core decides what work is done.
 
 import asyncio
 import random
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Executor
 from functools import partial
 from typing import Final, assert_never
@@ -27,6 +27,7 @@ from keepstep_agent.core.agent.commands import (
     Prune,
     PutFile,
     PutPack,
+    Recall,
     Reconcile,
     Record,
     Release,
@@ -36,9 +37,18 @@ from keepstep_agent.core.agent.commands import (
     WorkCommand,
     WriteManifest,
 )
-from keepstep_agent.core.agent.events import Abandoned, Event, Released, SentChecked, WorkCancelled, WorkFailed
+from keepstep_agent.core.agent.events import (
+    Abandoned,
+    DurableEvent,
+    Event,
+    Recalled,
+    Released,
+    SentChecked,
+    WorkCancelled,
+    WorkFailed,
+)
 from keepstep_agent.core.agent.work import WorkId
-from keepstep_agent.core.errors import ErrorKind, KeepstepError
+from keepstep_agent.core.errors import ErrorKind, KeepstepError, VolumeError
 from keepstep_agent.core.model import Kind
 from keepstep_agent.core.stored.object_layout import save_prefix
 from keepstep_agent.ports import Clock, StagingArea, StoreWriter
@@ -74,6 +84,7 @@ class Dispatcher:
         readers: Executor,
         may_read_again: Callable[[Kind], bool],
         post: Callable[[Event], None],
+        recall: Callable[[str], Awaitable[tuple[DurableEvent, ...]]],
         on_save_request: Callable[[RequestSave], None],
         on_lift_cap: Callable[[], None],
         on_cancelled: Callable[[], None],
@@ -89,6 +100,7 @@ class Dispatcher:
         self._readers = readers
         self._may_read_again = may_read_again
         self._post = post
+        self._recall = recall
         self._on_save_request = on_save_request
         self._on_lift_cap = on_lift_cap
         self._on_cancelled = on_cancelled
@@ -145,7 +157,8 @@ class Dispatcher:
             event = WorkCancelled(at=self._clock.now(), work=work)
         except KeepstepError as error:
             self._failures.failed(work, error)
-            event = self._failure(work, error.kind, str(error), error.hint)
+            path = error.path if isinstance(error, VolumeError) else ""
+            event = self._failure(work, error.kind, str(error), error.hint, path)
         except Exception as error:
             # A bug of our own must not take the other checkpoints down; the work is retried as if the store had failed.
             log.exception("work.crashed", operation=work.operation.value, save=work.save)
@@ -154,9 +167,11 @@ class Dispatcher:
         del self._tasks[work]
         self._post(event)
 
-    def _failure(self, work: WorkId, kind: ErrorKind, message: str, hint: str) -> WorkFailed:
+    def _failure(self, work: WorkId, kind: ErrorKind, message: str, hint: str, path: str = "") -> WorkFailed:
         jitter = random.random()  # noqa: S311 - spreads retries, guards nothing
-        return WorkFailed(at=self._clock.now(), work=work, kind=kind, message=message, hint=hint, jitter=jitter)
+        return WorkFailed(
+            at=self._clock.now(), work=work, kind=kind, message=message, hint=hint, jitter=jitter, path=path
+        )
 
     async def _perform(self, command: WorkCommand) -> Event:
         match command:
@@ -166,6 +181,9 @@ class Dispatcher:
                 return await self._release(command)
             case CheckSent():
                 return await self._check_sent(command)
+            case Recall():
+                events = await self._recall(command.work.save)
+                return Recalled(at=self._clock.now(), work=command.work, events=events)
             case _:
                 pass
         store = await self._store.get()

@@ -18,7 +18,7 @@ from typing import TypeVar
 import structlog
 
 from keepstep_agent.catalog.damage import clear_damage, note_damage
-from keepstep_agent.catalog.markers import has_marker
+from keepstep_agent.catalog.markers import has_marker, with_last_commits
 from keepstep_agent.catalog.object_reads import DAMAGE
 from keepstep_agent.catalog.reading import load
 from keepstep_agent.core.agent.events import Announced, Committed, Event, TerminationNoticed
@@ -32,7 +32,8 @@ from keepstep_agent.core.errors import (
     retry_delay_seconds,
 )
 from keepstep_agent.core.model import SaveInfo
-from keepstep_agent.core.policies.restore_choice import CommittedSave
+from keepstep_agent.core.policies.restore_choice import CommittedSave, last_line
+from keepstep_agent.core.settings.table import spelled
 from keepstep_agent.core.settings.values import Settings
 from keepstep_agent.restore.local_copy import LocalCopies
 from keepstep_agent.restore.partial_copy import FileRange, PartialCopy, Piece
@@ -237,7 +238,7 @@ class Fetches:
             return
         try:
             # Of several output directories, the training that saved last has most likely not ended.
-            committed = sorted(await self._listing.read(), key=lambda one: one.modified_at, reverse=True)
+            committed = last_line(await with_last_commits(await self._store.get(), await self._listing.read()))
             self._newest_at_start = committed[0] if committed else None
             if self._first_announced is not None:
                 # The program was faster than the store.
@@ -373,7 +374,7 @@ class Fetches:
                 "restore.nobody_asked",
                 committed_step=newest.step,
                 hint="restore is lazy and the program did not ask what to resume from, so it has begun anew; "
-                "resume with Keepstep's client, or restore whole: --restore whole, keepstep.dev/restore: whole",
+                f"resume with Keepstep's client, or set {spelled('restore')} to whole",
             )
 
     def _progress(self, fetch: Fetch, done_bytes: int, total_bytes: int, path: Path | None = None) -> FetchProgress:

@@ -14,6 +14,7 @@ from typing import Final
 import structlog
 
 from keepstep_agent.adapters.records import recorded_save
+from keepstep_agent.catalog.markers import SaveTimes
 from keepstep_agent.catalog.pruning import PruneReport, prune, remove_litter
 from keepstep_agent.catalog.recent_pruning import prune_recent
 from keepstep_agent.core.agent.commands import Prune
@@ -46,6 +47,7 @@ class Pruner:
         self._state_directory = state_directory
         # None: the next prune is a whole one.
         self._horizon: Horizon | None = None
+        self._times = SaveTimes()
         self._whole_at = 0.0
         self._commits = 0
 
@@ -69,7 +71,8 @@ class Pruner:
         retention = state.settings.retention
         # Nobody may have pruned the newest of each kind, so a listing without it is incomplete.
         newest = [one for one in (state.newest_committed, state.newest_snapshot) if one]
-        live = [checkpoint.info.save for checkpoint in state.unfinished.values()]
+        # Those that wait unread are not known further, and may have objects too.
+        live = [*(checkpoint.info.save for checkpoint in state.unfinished.values()), *state.unread]
         resumed_from = recorded_save(self._state_directory, RESUMED)
         if horizon is not None and not self._whole_is_due(retention, now):
             # The last one may be below the horizon, because a run may fall back. Where rank 0 is elsewhere, the agent
@@ -87,12 +90,15 @@ class Pruner:
                 resumed_from=resumed_from,
                 live=live,
                 known={info.save for info in own},
+                times=self._times,
             )
             if recent is not None:
                 self._commits += 1
                 return recent
         known = [checkpoint.info.save for checkpoint in newest]
-        report = await prune(store, retention, now=now, resumed_from=resumed_from, live=live, known=known)
+        report = await prune(
+            store, retention, now=now, resumed_from=resumed_from, live=live, known=known, times=self._times
+        )
         self._whole_at, self._commits = now, 0
         return report
 

@@ -15,8 +15,9 @@ from keepstep_agent.catalog.object_reads import if_there
 from keepstep_agent.core.agent.commands import CompleteUpload, CreateUpload, PutFile, PutPack, SendPart, Stage
 from keepstep_agent.core.agent.events import FileStored, PackStored, PartStored, Staged, UploadCreated
 from keepstep_agent.core.errors import StoreError
+from keepstep_agent.core.file_lists import paths_of
 from keepstep_agent.ports import Clock, ObjectStore, StagedDescriptor, StageRequest, StagingArea
-from keepstep_agent.runtime.engine.event_codec import encode_event
+from keepstep_agent.runtime.engine.event_codec import encode_announcement
 
 log = structlog.get_logger("keepstep.staging")
 
@@ -36,6 +37,7 @@ async def stage(staging: StagingArea, clock: Clock, executor: Executor, command:
         signatures=frozenset(one.signature for one in command.announcements if one.signature),
         descriptor=descriptor(command),
         sources=announced.snapshot.files if announced.snapshot else None,
+        kept=paths_of(announced.snapshot.kept) if announced.snapshot else (),
     )
     files = await asyncio.get_running_loop().run_in_executor(executor, staging.stage, request)
     return Staged(
@@ -51,7 +53,7 @@ def descriptor(command: Stage) -> StagedDescriptor:
     """Return what is stored beside the pins for `rescan`. A snapshot cannot be found again: a new one is taken."""
     return StagedDescriptor(
         announcements=tuple(
-            encode_event(announcement).decode() for announcement in command.announcements if not announcement.snapshot
+            encode_announcement(announcement) for announcement in command.announcements if not announcement.snapshot
         ),
         part_size_bytes=command.part_size_bytes,
         pack_size_bytes=command.pack_size_bytes,

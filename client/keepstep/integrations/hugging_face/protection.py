@@ -235,7 +235,7 @@ class Protection(TrainerCallback):  # type: ignore[misc]  # transformers may not
         """Have the best checkpoint there, which the Trainer loads at the end: on a new machine only the newest is."""
         try:
             best = json.loads((resumed / "trainer_state.json").read_bytes())["best_model_checkpoint"]
-        except (OSError, ValueError, LookupError):
+        except (OSError, ValueError, LookupError, RecursionError):
             # The Trainer says what is wrong with it.
             best = None
         if best is not None and self._trainer.args.load_best_model_at_end:

@@ -8,11 +8,11 @@ Invariants, which hold for every set of policies:
 - A note of damage only keeps more: a policy then also names what it would want without the damaged saves.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from keepstep_agent.core.policies.restore_choice import CommittedSave
+from keepstep_agent.core.policies.restore_choice import BOTH_CLOCKS, CommittedSave
 from keepstep_agent.core.settings.values import RetentionSettings
 
 _DAY_SECONDS: Final = 24 * 3600.0
@@ -75,18 +75,22 @@ class Milestones:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OnePerInterval:
-    """The save that was committed last in each interval, by the store's clock. The first interval begins in 1970."""
+    """The save that was committed last in each interval, by either clock. The first interval begins in 1970."""
 
     every_seconds: float
 
     def wanted(self, saves: Sequence[CommittedSave]) -> Mapping[str, str]:
         reason = f"one per {self.every_seconds:g} s"
-        return {one.save: reason for one in _last_of_each(saves, self.every_seconds).values()}
+        return {
+            one.save: reason
+            for clock in BOTH_CLOCKS
+            for one in _last_of_each(saves, self.every_seconds, clock).values()
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Daily:
-    """The save that was committed last on each of the last `days` days (UTC) that have one.
+    """The save that was committed last on each of the last `days` days (UTC) that have one, by either clock.
 
     Days without a commit do not count: the checkpoints of a run that rests for a month are as many afterwards.
     """
@@ -94,16 +98,21 @@ class Daily:
     days: int
 
     def wanted(self, saves: Sequence[CommittedSave]) -> Mapping[str, str]:
-        of_day = _last_of_each(saves, _DAY_SECONDS)
-        return {of_day[day].save: "daily" for day in sorted(of_day, reverse=True)[: self.days]}
+        wanted: dict[str, str] = {}
+        for clock in BOTH_CLOCKS:
+            of_day = _last_of_each(saves, _DAY_SECONDS, clock)
+            wanted |= {of_day[day].save: "daily" for day in sorted(of_day, reverse=True)[: self.days]}
+        return wanted
 
 
-def _last_of_each(saves: Sequence[CommittedSave], seconds: float) -> dict[float, CommittedSave]:
+def _last_of_each(
+    saves: Sequence[CommittedSave], seconds: float, clock: Callable[[CommittedSave], float]
+) -> dict[float, CommittedSave]:
     """Return what was committed last in each interval, by its number. Of equals the newest is taken."""
     last: dict[float, CommittedSave] = {}
     for one in saves:
-        number = one.modified_at // seconds
-        if number not in last or one.modified_at > last[number].modified_at:
+        number = clock(one) // seconds
+        if number not in last or clock(one) > clock(last[number]):
             last[number] = one
     return last
 

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from keepstep_agent.core.model import is_optimizer_file
-from keepstep_agent.core.policies.restore_choice import CommittedSave, by_line, newest_first
+from keepstep_agent.core.policies.restore_choice import BOTH_CLOCKS, CommittedSave, by_line, newest_first
 from keepstep_agent.core.policies.retention.deletions import PrunePlan, StoredSave
 from keepstep_agent.core.policies.retention.horizon import skipped
 from keepstep_agent.core.policies.retention.policies import Newest, why_wanted
@@ -77,11 +77,16 @@ def plan_reductions(
 
 
 def _old(announced: Sequence[CommittedSave], settings: RetentionSettings) -> set[str]:
-    """Return the saves that were committed long before the last one, by the store's clock alone."""
+    """Return the saves that were committed long before the last one, by both clocks."""
     if not settings.weights_only_after or settings.keep_last <= 0:
         return set()
-    newest_at = max((one.modified_at for one in announced if not one.weights_only), default=0.0)
-    return {one.save for one in announced if newest_at - one.modified_at > settings.weights_only_after}
+    whole = [one for one in announced if not one.weights_only]
+    newest_at = {clock: max(map(clock, whole), default=0.0) for clock in BOTH_CLOCKS}
+    return {
+        one.save
+        for one in announced
+        if all(at - clock(one) > settings.weights_only_after for clock, at in newest_at.items())
+    }
 
 
 def optimizer_keys(folder: StoredSave, patterns: Collection[str]) -> tuple[str, ...]:

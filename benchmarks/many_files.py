@@ -1,0 +1,173 @@
+"""How much memory an agent and restore need for the files of a checkpoint: of 1,000 to 100,000 small ones.
+
+    python -m benchmarks.many_files
+
+Real agents and restores with an S3 server on loopback. A rank announces the checkpoint, or the agent finds it in an
+output directory; then another agent takes up its journal; then it is restored. Each peak is the kernel's (VmHWM), less
+what the same process takes for a checkpoint of one file. Writes benchmarks/MANY_FILES.md, and exits 1 if a goal is
+missed.
+"""
+
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from tests.harness.agent_process import AgentProcess, wait_until
+from tests.servers.rclone import RcloneServer
+from tests.servers.server import ENVIRONMENT, Bucket, make_bucket
+
+from keepstep_api.v1 import agent_pb2
+
+COUNTS: Final = (1_000, 10_000, 50_000, 100_000)
+MOST_MIB: Final = 256.0
+"""What the injection gives an agent."""
+REPORT: Final = Path(__file__).with_name("MANY_FILES.md")
+_LONGEST_SECONDS: Final = 900.0
+_FOLDER_FILES: Final = 1_000
+_RESTORE: Final = """
+import resource, sys
+from keepstep_agent.__main__ import main
+try:
+    main()
+finally:
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peaks:
+    """The most memory that each process ever had, in MiB."""
+
+    announced: float
+    restarted: float
+    restored: float
+    watched: float
+
+
+def main() -> int:
+    with tempfile.TemporaryDirectory(prefix="keepstep-many-files-") as directory:
+        server = RcloneServer(Path(directory) / "data")
+        server.start()
+        try:
+            bucket = make_bucket(server)
+            peaks = {count: measure(Path(directory) / str(count), bucket, count) for count in (1, *COUNTS)}
+        finally:
+            server.stop()
+    text = report(peaks)
+    REPORT.write_text(text)
+    print(text)
+    largest = peaks[COUNTS[-1]]
+    return int(max(largest.announced, largest.restarted, largest.restored, largest.watched) > MOST_MIB)
+
+
+def measure(folder: Path, bucket: Bucket, count: int) -> Peaks:
+    folder.mkdir()
+    announced, restarted = store_announced(folder / "announced", bucket, count)
+    return Peaks(
+        announced=announced,
+        restarted=restarted,
+        restored=restore(folder / "restored", bucket, count),
+        watched=store_watched(folder / "watched", bucket, count),
+    )
+
+
+def store_announced(volume: Path, bucket: Bucket, count: int) -> tuple[float, float]:
+    agent = agent_of(volume, bucket, f"announced-{count}", watch="off")
+    write_files(agent.checkpoints / "checkpoint-1", count)
+    agent.start()
+    try:
+        request = agent_pb2.AnnounceCheckpointRequest(path=str(agent.checkpoints / "checkpoint-1"), step=1)
+        with agent.stub() as stub:
+            save = stub.AnnounceCheckpoint(request, timeout=_LONGEST_SECONDS).save
+        agent.wait_committed(save, _LONGEST_SECONDS)
+        announced = peak_mib(agent)
+        agent.kill()
+        agent.start()
+        wait_until(lambda: agent.status().newest_committed.save == save, _LONGEST_SECONDS, "it is known again")
+        return announced, peak_mib(agent)
+    finally:
+        agent.kill()
+
+
+def store_watched(volume: Path, bucket: Bucket, count: int) -> float:
+    agent = agent_of(volume, bucket, f"watched-{count}", watch=str(volume / "out"))
+    agent.start()
+    try:
+        write_files(volume / "out", count)
+        wait_until(lambda: holds(agent, count), _LONGEST_SECONDS, "a snapshot has all files")
+        return peak_mib(agent)
+    finally:
+        agent.kill()
+
+
+def holds(agent: AgentProcess, count: int) -> bool:
+    """Whether the snapshots that were committed have sent so many files."""
+    taken = sum(line["sent"] for line in agent.log("snapshot.taken"))
+    return taken >= count and len(agent.log("checkpoint.committed")) >= len(agent.log("snapshot.taken"))
+
+
+def restore(volume: Path, bucket: Bucket, count: int) -> float:
+    words = ["restore", f"{bucket.destination}/announced-{count}", f"--volume={volume}"]
+    command = [sys.executable, "-c", _RESTORE, *words, f"--endpoint-url={bucket.endpoint_url}"]
+    done = subprocess.run(
+        command, env={**os.environ, **ENVIRONMENT}, capture_output=True, text=True, timeout=_LONGEST_SECONDS, check=True
+    )
+    return int(done.stdout.splitlines()[-1]) / 1024
+
+
+def agent_of(volume: Path, bucket: Bucket, run: str, **settings: Any) -> AgentProcess:
+    volume.mkdir()
+    destination, endpoint_url = f"{bucket.destination}/{run}", bucket.endpoint_url
+    return AgentProcess(volume, destination, environment=ENVIRONMENT, endpoint_url=endpoint_url, warm=False, **settings)
+
+
+def write_files(folder: Path, count: int) -> None:
+    for number in range(count):
+        path = folder / f"part-{number // _FOLDER_FILES:03d}" / f"sample-{number:06d}.bin"
+        if number % _FOLDER_FILES == 0:
+            path.parent.mkdir(parents=True)
+        path.write_bytes(b"%d" % number * 40)
+
+
+def peak_mib(agent: AgentProcess) -> float:
+    return agent.memory_bytes("VmHWM") / 2**20
+
+
+def report(peaks: dict[int, Peaks]) -> str:
+    def column(of: Callable[[Peaks], float], count: int) -> str:
+        more_bytes = (of(peaks[count]) - of(peaks[1])) * 2**20 / count
+        return f"{of(peaks[count]):.0f} ({more_bytes / 1024:.2f})"
+
+    columns: tuple[Callable[[Peaks], float], ...] = (
+        lambda one: one.announced,
+        lambda one: one.restarted,
+        lambda one: one.restored,
+        lambda one: one.watched,
+    )
+    rows = [f"| {count:,} | " + " | ".join(column(of, count) for of in columns) + " |" for count in COUNTS]
+    one = " | ".join(f"{of(peaks[1]):.0f}" for of in columns)
+    return (
+        f"""# Memory and many files
+
+Made by `python -m benchmarks.many_files` with Python {platform.python_version()} on {os.cpu_count()} CPUs. Files of
+240 bytes whose paths have 26 characters, in folders of a thousand, an S3 server (rclone) on loopback. Each figure is
+the most memory that the process ever had, in MiB, and in brackets how much that is per file, in KiB, beyond what one
+file takes. The injection gives restore and agent {MOST_MIB:.0f} MiB.
+
+| files | agent, announced | agent started again | restore | agent, in an output directory |
+|---|---|---|---|---|
+| 1 | {one} |
+"""
+        + "\n".join(rows)
+        + "\n"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
