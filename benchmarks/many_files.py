@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,11 +25,12 @@ from tests.servers.server import ENVIRONMENT, Bucket, make_bucket
 from keepstep_api.v1 import agent_pb2
 
 COUNTS: Final = (1_000, 10_000, 50_000, 100_000)
+SHAPES: Final = (*((count, 1_000) for count in COUNTS), (COUNTS[-1], COUNTS[-1]))
+"""How many files, and how many of them in a folder."""
 MOST_MIB: Final = 256.0
 """What the injection gives an agent."""
 REPORT: Final = Path(__file__).with_name("MANY_FILES.md")
 _LONGEST_SECONDS: Final = 900.0
-_FOLDER_FILES: Final = 1_000
 _RESTORE: Final = """
 import resource, sys
 from keepstep_agent.__main__ import main
@@ -56,30 +57,30 @@ def main() -> int:
         server.start()
         try:
             bucket = make_bucket(server)
-            peaks = {count: measure(Path(directory) / str(count), bucket, count) for count in (1, *COUNTS)}
+            peaks = {shape: measure(Path(directory), bucket, *shape) for shape in ((1, 1), *SHAPES)}
         finally:
             server.stop()
     text = report(peaks)
     REPORT.write_text(text)
     print(text)
-    largest = peaks[COUNTS[-1]]
-    return int(max(largest.announced, largest.restarted, largest.restored, largest.watched) > MOST_MIB)
+    return int(any(max(astuple(one)) > MOST_MIB for one in peaks.values()))
 
 
-def measure(folder: Path, bucket: Bucket, count: int) -> Peaks:
-    folder.mkdir()
-    announced, restarted = store_announced(folder / "announced", bucket, count)
+def measure(directory: Path, bucket: Bucket, count: int, folder_files: int) -> Peaks:
+    run = f"{count}-{folder_files}"
+    (folder := directory / run).mkdir()
+    announced, restarted = store_announced(folder / "announced", bucket, run, count, folder_files)
     return Peaks(
         announced=announced,
         restarted=restarted,
-        restored=restore(folder / "restored", bucket, count),
-        watched=store_watched(folder / "watched", bucket, count),
+        restored=restore(folder / "restored", bucket, run),
+        watched=store_watched(folder / "watched", bucket, run, count, folder_files),
     )
 
 
-def store_announced(volume: Path, bucket: Bucket, count: int) -> tuple[float, float]:
-    agent = agent_of(volume, bucket, f"announced-{count}", watch="off")
-    write_files(agent.checkpoints / "checkpoint-1", count)
+def store_announced(volume: Path, bucket: Bucket, run: str, count: int, folder_files: int) -> tuple[float, float]:
+    agent = agent_of(volume, bucket, f"announced-{run}", watch="off")
+    write_files(agent.checkpoints / "checkpoint-1", count, folder_files)
     agent.start()
     try:
         request = agent_pb2.AnnounceCheckpointRequest(path=str(agent.checkpoints / "checkpoint-1"), step=1)
@@ -95,11 +96,11 @@ def store_announced(volume: Path, bucket: Bucket, count: int) -> tuple[float, fl
         agent.kill()
 
 
-def store_watched(volume: Path, bucket: Bucket, count: int) -> float:
-    agent = agent_of(volume, bucket, f"watched-{count}", watch=str(volume / "out"))
+def store_watched(volume: Path, bucket: Bucket, run: str, count: int, folder_files: int) -> float:
+    agent = agent_of(volume, bucket, f"watched-{run}", watch=str(volume / "out"))
     agent.start()
     try:
-        write_files(volume / "out", count)
+        write_files(volume / "out", count, folder_files)
         wait_until(lambda: holds(agent, count), _LONGEST_SECONDS, "a snapshot has all files")
         return peak_mib(agent)
     finally:
@@ -112,8 +113,8 @@ def holds(agent: AgentProcess, count: int) -> bool:
     return taken >= count and len(agent.log("checkpoint.committed")) >= len(agent.log("snapshot.taken"))
 
 
-def restore(volume: Path, bucket: Bucket, count: int) -> float:
-    words = ["restore", f"{bucket.destination}/announced-{count}", f"--volume={volume}"]
+def restore(volume: Path, bucket: Bucket, run: str) -> float:
+    words = ["restore", f"{bucket.destination}/announced-{run}", f"--volume={volume}"]
     command = [sys.executable, "-c", _RESTORE, *words, f"--endpoint-url={bucket.endpoint_url}"]
     done = subprocess.run(
         command, env={**os.environ, **ENVIRONMENT}, capture_output=True, text=True, timeout=_LONGEST_SECONDS, check=True
@@ -127,10 +128,10 @@ def agent_of(volume: Path, bucket: Bucket, run: str, **settings: Any) -> AgentPr
     return AgentProcess(volume, destination, environment=ENVIRONMENT, endpoint_url=endpoint_url, warm=False, **settings)
 
 
-def write_files(folder: Path, count: int) -> None:
+def write_files(folder: Path, count: int, folder_files: int) -> None:
     for number in range(count):
-        path = folder / f"part-{number // _FOLDER_FILES:03d}" / f"sample-{number:06d}.bin"
-        if number % _FOLDER_FILES == 0:
+        path = folder / f"part-{number // folder_files:03d}" / f"sample-{number:06d}.bin"
+        if number % folder_files == 0:
             path.parent.mkdir(parents=True)
         path.write_bytes(b"%d" % number * 40)
 
@@ -139,10 +140,11 @@ def peak_mib(agent: AgentProcess) -> float:
     return agent.memory_bytes("VmHWM") / 2**20
 
 
-def report(peaks: dict[int, Peaks]) -> str:
-    def column(of: Callable[[Peaks], float], count: int) -> str:
-        more_bytes = (of(peaks[count]) - of(peaks[1])) * 2**20 / count
-        return f"{of(peaks[count]):.0f} ({more_bytes / 1024:.2f})"
+def report(peaks: dict[tuple[int, int], Peaks]) -> str:
+    def column(of: Callable[[Peaks], float], count: int, folder_files: int) -> str:
+        peak_mib = of(peaks[count, folder_files])
+        more_bytes = (peak_mib - of(peaks[1, 1])) * 2**20 / count
+        return f"{peak_mib:.0f} ({more_bytes / 1024:.2f})"
 
     columns: tuple[Callable[[Peaks], float], ...] = (
         lambda one: one.announced,
@@ -150,13 +152,18 @@ def report(peaks: dict[int, Peaks]) -> str:
         lambda one: one.restored,
         lambda one: one.watched,
     )
-    rows = [f"| {count:,} | " + " | ".join(column(of, count) for of in columns) + " |" for count in COUNTS]
-    one = " | ".join(f"{of(peaks[1]):.0f}" for of in columns)
+    rows = [
+        f"| {count:,}, {'in one folder' if count == folder_files else f'{folder_files:,} in a folder'} | "
+        + " | ".join(column(of, count, folder_files) for of in columns)
+        + " |"
+        for count, folder_files in SHAPES
+    ]
+    one = " | ".join(f"{of(peaks[1, 1]):.0f}" for of in columns)
     return (
         f"""# Memory and many files
 
 Made by `python -m benchmarks.many_files` with Python {platform.python_version()} on {os.cpu_count()} CPUs. Files of
-240 bytes whose paths have 26 characters, in folders of a thousand, an S3 server (rclone) on loopback. Each figure is
+240 bytes whose paths have 26 characters, an S3 server (rclone) on loopback. Each figure is
 the most memory that the process ever had, in MiB, and in brackets how much that is per file, in KiB, beyond what one
 file takes. The injection gives restore and agent {MOST_MIB:.0f} MiB.
 

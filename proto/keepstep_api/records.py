@@ -5,6 +5,7 @@ The agent has a decoder of its own, because what the trainer writes is untrusted
 """
 
 import json
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from hashlib import sha256
@@ -75,7 +76,7 @@ class Record:
     kind: Kind
     world_size: int
     saved_at: float
-    files: tuple[RecordedFile, ...]
+    files: Sequence[RecordedFile]
     committed: bool = False
     announced: bool = False
     directory: str = ""
@@ -101,7 +102,11 @@ class Record:
         return self.step, self.saved_at
 
     def encode(self) -> bytes:
-        value: dict[str, Any] = {
+        return b"".join(self.pieces())
+
+    def pieces(self) -> Iterator[bytes]:
+        """Yield what `encode` returns in pieces, so that all of many files is never in memory."""
+        begin = {
             "format": RECORD_FORMAT,
             "name": self.name,
             "step": self.step,
@@ -109,23 +114,27 @@ class Record:
             "kind": self.kind.value,
             "world_size": self.world_size,
             "saved_at": self.saved_at,
-            "files": [{"path": file.path, "size": file.size_bytes} for file in self.files],
         }
+        end: dict[str, Any] = {}
         if self.committed:
-            value["committed"] = True
+            end["committed"] = True
         if self.announced:
-            value["announced"] = True
+            end["announced"] = True
         if self.directory:
-            value["directory"] = self.directory
+            end["directory"] = self.directory
         if self.output:
-            value["output"] = self.output
+            end["output"] = self.output
         if self.by_framework:
-            value["by_framework"] = True
+            end["by_framework"] = True
         if self.ranks:
-            value["ranks"] = list(self.ranks)
+            end["ranks"] = list(self.ranks)
         if self.others:
-            value["others"] = list(self.others)
+            end["others"] = list(self.others)
         if self.inode:
-            value["inode"] = self.inode
+            end["inode"] = self.inode
         # In ASCII, which can escape a file name that is not UTF-8.
-        return json.dumps(value).encode() + b"\n"
+        yield f'{json.dumps(begin)[:-1]}, "files": ['.encode()
+        for number, file in enumerate(self.files):
+            described = json.dumps({"path": file.path, "size": file.size_bytes})
+            yield f"{', ' if number else ''}{described}".encode()
+        yield f"]{', ' if end else ''}{json.dumps(end)[1:]}\n".encode()

@@ -1,4 +1,7 @@
-"""Restore in the memory that the chart gives it, where somebody forged a checkpoint to take more."""
+"""Restore in the memory that the chart gives it, where somebody forged a checkpoint to take more.
+
+The restore step, and the agent that restores lazily.
+"""
 
 import asyncio
 import subprocess
@@ -6,15 +9,19 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import grpc
 import pytest
+from tests.harness.agent_process import AgentProcess, wait_until
 from tests.harness.bounds import HANG_SECONDS
 from tests.harness.control_group import ControlGroup, NoControlGroup, memory_control_group
 from tests.harness.forged_checkpoint import SHAPES, store_forged
+from tests.lanes import nightly
 from tests.restore.stored_checkpoints import all_files, store_checkpoint
 
 from keepstep_agent.adapters.open_store import open_store
 from keepstep_agent.core.settings.values import StoreSettings
 from keepstep_agent.core.stored.manifest import needed_bytes
+from keepstep_api.v1 import agent_pb2
 
 pytestmark = [pytest.mark.root, pytest.mark.slow, pytest.mark.timeout(1200)]
 
@@ -70,6 +77,49 @@ def test_a_forged_checkpoint_that_is_let_in_fits_into_the_memory(
         # These have no byte that could be wrong: the marker says more of them than there are.
         spoil(tmp_path)
     assert "skipped" in restores_the_older(memory, tmp_path)
+
+
+@pytest.mark.parametrize("shape", ["many parts", *nightly("wide names")])
+def test_a_forged_checkpoint_that_is_let_in_fits_into_a_lazy_agents_memory(
+    memory: ControlGroup, tmp_path: Path, shape: str
+) -> None:
+    files_of_rank, ranks = FITS[shape]
+    forge(tmp_path, shape, files_of_rank=files_of_rank, ranks=ranks)
+    agent = AgentProcess(tmp_path / "volume", f"file://{tmp_path}/destination", warm=False, restore="lazy", watch="off")
+    with memory.inside():
+        agent.start(wait=False)
+    try:
+        agent.wait_serving()
+        if shape == "many parts":
+            # Not one of them has the checksum that the manifest says.
+            assert "StatusCode.DATA_LOSS" in refusal(agent, "f0f0f0f0-000002")
+        else:
+            place = Path(fetch(agent, "f0f0f0f0-000002").path)
+            assert sum(path.is_file() for path in place.rglob("*")) == files_of_rank * ranks
+        assert fetch(agent, "0123abcd-000001").path.endswith("checkpoint-1")
+    finally:
+        agent.kill()
+    assert memory.out_of_memory_kills() == 0
+
+
+def fetch(agent: AgentProcess, save: str) -> agent_pb2.FetchResponse:
+    """Ask for all of it until it is in its place."""
+    answers: list[agent_pb2.FetchResponse] = []
+
+    def is_done() -> bool:
+        with agent.stub() as stub:
+            request = agent_pb2.FetchRequest(save=save, whole=True, wait_ms=1000)
+            answers.append(stub.Fetch(request, timeout=HANG_SECONDS))
+        return answers[-1].done
+
+    wait_until(is_done, 10 * HANG_SECONDS, f"{save} is here")
+    return answers[-1]
+
+
+def refusal(agent: AgentProcess, save: str) -> str:
+    with pytest.raises(grpc.RpcError) as caught:
+        fetch(agent, save)
+    return str(caught.value)
 
 
 def test_a_forged_checkpoint_of_four_large_manifests_is_skipped_with_the_memory_it_needs(

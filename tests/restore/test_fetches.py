@@ -68,7 +68,7 @@ async def test_whoever_asks_for_nothing_is_told_the_files_and_the_place(store: F
     async with pod(store, volume) as one:
         store.calls.clear()
         told = await one.fetches.fetch(info.save, [], whole=False, wait_seconds=HANG_SECONDS)
-        assert set(told.files) == set(all_files(100, ranks=2))
+        assert {file.entry.path for file in told.files} == set(all_files(100, ranks=2))
         assert told.path == volume / "checkpoints" / "checkpoint-100"
         assert fetched(store) == []
         assert not told.path.exists()
@@ -165,6 +165,21 @@ async def test_a_damaged_file_of_this_pod_is_fetched_and_left_as_it_is(store: Fa
         assert done.path is not None
         assert (done.path / "model-1.safetensors").read_bytes()[:PART_BYTES] != bytes(PART_BYTES)
         assert damaged.read_bytes() == bytes(5 * PART_BYTES + 77)
+
+
+async def test_a_pack_is_fetched_though_this_pod_still_has_one_of_its_files(store: FakeStore, volume: Path) -> None:
+    packed = {f"small/{number}": b"%d" % number for number in range(3)}
+    info = await store_packed_checkpoint(store, 100, alone=rank_files(100), packed=packed)
+    place = volume / "checkpoints" / "checkpoint-100"
+    (place / "small").mkdir(parents=True)
+    (place / "small" / "1").write_bytes(packed["small/1"])
+    (records := volume / ".keepstep" / "records").mkdir(parents=True)
+    (records / "checkpoint-100.json").write_text(f'{{"save": "{info.save}"}}')
+    async with pod(store, volume) as one:
+        done = await one.fetch(info, FileRange(path="small/2"))
+        assert done.path is not None
+        assert (done.path / "small" / "2").read_bytes() == packed["small/2"]
+        assert on_disk((await one.fetch(info)).path) == {**all_files(100), **packed}
 
 
 async def test_a_whole_local_copy_is_verified_and_not_fetched(store: FakeStore, volume: Path) -> None:

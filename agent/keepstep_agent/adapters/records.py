@@ -196,7 +196,7 @@ class RecordedPaths:
                 if not entry.name.endswith(SUFFIX):
                     continue
                 with suppress(FileNotFoundError):
-                    status = entry.stat(follow_symlinks=False)
+                    status = folder.status_of(entry)
                     stamp = (status.st_mtime_ns, status.st_size)
                     known = self._read.get(entry.name)
                     is_known = known is not None and known[0] == stamp
@@ -220,7 +220,7 @@ def _read_newest(folder: Folder, volume: Path, checkpoint_directory: Path) -> It
     for entry in folder.entries():
         with suppress(OSError):
             if entry.name.endswith(SUFFIX):
-                stamped.append((entry.stat(follow_symlinks=False).st_mtime_ns, entry.name))
+                stamped.append((folder.status_of(entry).st_mtime_ns, entry.name))
     for _, name in heapq.nlargest(CLIENT_RECORDS, stamped):
         try:
             yield _read(folder, name, volume, checkpoint_directory)

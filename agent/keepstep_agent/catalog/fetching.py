@@ -30,7 +30,7 @@ class StoredPack:
 
     key: str
     size_bytes: int
-    files: Sequence[StoredFile]
+    files: Selected[StoredFile]
 
     @property
     def content_bytes(self) -> int:

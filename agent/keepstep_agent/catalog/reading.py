@@ -98,7 +98,7 @@ class StoredFiles(Columns[StoredFile]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommittedCheckpoint:
-    """A checkpoint whose marker, manifests and listing agree. `files` and `links` have each path once.
+    """A checkpoint whose marker, manifests and listing agree. `files` and `links` have each path once, sorted.
 
     On a disk the checkpoint is a folder of these files, or with `single_file` that file itself. If only the weights are
     left, `manifests` name more. Only snapshots have `links`, which are symbolic and have no object.

@@ -29,7 +29,7 @@ from keepstep_agent.restore.agreement import Agreement
 from keepstep_agent.restore.candidates import Candidates
 from keepstep_agent.restore.download import download
 from keepstep_agent.restore.local_copy import LocalCopies
-from keepstep_agent.restore.partial_copy import PartialCopy, Piece
+from keepstep_agent.restore.partial_copy import PartialCopy
 from keepstep_agent.restore.predecessors import Predecessors
 
 _log: structlog.typing.FilteringBoundLogger = structlog.get_logger()
@@ -249,14 +249,14 @@ async def _complete(
     copy = PartialCopy(store, checkpoint, local, volume, disk)
     await copy.prepare()
     pieces = copy.all_pieces()
-    await copy.check_room(pieces, size_limit_bytes)
-    total_bytes = sum(map(copy.size_bytes, pieces))
+    await copy.check_room([pieces], size_limit_bytes)
+    total_bytes = copy.pieces.size_bytes(pieces)
     done_bytes = 0
 
-    async def bring(piece: Piece) -> None:
+    async def bring(piece: int) -> None:
         nonlocal done_bytes
         await copy.bring(piece)
-        done_bytes += copy.size_bytes(piece)
+        done_bytes += copy.pieces.size_bytes([piece])
         on_progress(done_bytes, total_bytes)
 
     await for_each(pieces, bring, at_once=concurrency)

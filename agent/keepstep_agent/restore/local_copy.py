@@ -29,6 +29,7 @@ from keepstep_agent.adapters.volume.shared_folders import (
 from keepstep_agent.adapters.volume.shared_volume import Folder, fingerprint, open_volume, path_in
 from keepstep_agent.catalog.reading import CommittedCheckpoint, StoredFile
 from keepstep_agent.core.errors import VolumeError
+from keepstep_agent.core.file_lists import Columns
 from keepstep_agent.core.limits import PATH_BYTES
 from keepstep_agent.restore.strange_files import put_back, remove_recorded
 from keepstep_api.names import (
@@ -159,7 +160,7 @@ class LocalCopies:
         self.note_resumed(checkpoint)
         try:
             with open_volume(self._volume) as root:
-                root.write_durably(_record_path(checkpoint), _encoded_record(checkpoint))
+                root.write_durably(_record_path(checkpoint), _record(checkpoint).pieces())
         except OSError as error:
             raise volume_error(error, f"writing {_record_path(checkpoint)}") from error
 
@@ -167,7 +168,7 @@ class LocalCopies:
         """Record that this volume resumes from the checkpoint."""
         try:
             with open_state_directory(self._volume, self._state_directory) as state:
-                state.write_durably(RESUMED, _encoded_record(checkpoint))
+                state.write_durably(RESUMED, _record(checkpoint).pieces())
         except OSError as error:
             raise volume_error(error, f"writing {self._state_directory}/{RESUMED}") from error
 
@@ -241,7 +242,23 @@ class LocalCopies:
         )
 
 
-def _encoded_record(checkpoint: CommittedCheckpoint) -> bytes:
+class _RecordedFiles(Columns[RecordedFile]):
+    """The files that the record of a restored checkpoint names. Each is made when it is written."""
+
+    __slots__ = ("_checkpoint",)
+
+    def __init__(self, checkpoint: CommittedCheckpoint) -> None:
+        self._checkpoint = checkpoint
+
+    def __len__(self) -> int:
+        return len(self._checkpoint.files)
+
+    def _item(self, position: int) -> RecordedFile:
+        file = self._checkpoint.files[position]
+        return RecordedFile(path=_path_in(self._checkpoint, file), size_bytes=file.entry.size_bytes)
+
+
+def _record(checkpoint: CommittedCheckpoint) -> Record:
     info = checkpoint.marker.info
     return Record(
         name=info.name,
@@ -253,10 +270,8 @@ def _encoded_record(checkpoint: CommittedCheckpoint) -> bytes:
         committed=True,
         directory=info.directory,
         output=info.output,
-        files=tuple(
-            RecordedFile(path=_path_in(checkpoint, file), size_bytes=file.entry.size_bytes) for file in checkpoint.files
-        ),
-    ).encode()
+        files=_RecordedFiles(checkpoint),
+    )
 
 
 def _record_path(checkpoint: CommittedCheckpoint) -> str:

@@ -1,9 +1,10 @@
 """Brings a committed checkpoint to the volume piece by piece: what a reader asks for, and nothing else.
 
 Owns `.keepstep/incoming/<save>`, which holds the checkpoint's files at their full size, with holes where nothing has
-arrived. A piece is one part of a file, or a pack of small files. Invariants: a piece counts as here only after its
-bytes in that folder had the manifest's checksums; a file that is a hard link to one of the trainer's is whole and
-verified, and is never written to; the checkpoint gets its place only when all pieces are here and on disk.
+arrived. Files are known by their positions in the checkpoint, pieces by their numbers. Invariants: a piece counts
+as here only after its bytes in that folder had the manifest's checksums; a file that is a hard link to one of the
+trainer's is whole and verified, and is never written to; the checkpoint gets its place only when all pieces are here
+and on disk.
 
 Not every byte is fetched. What an agent that was killed has brought is verified and kept, and so are files that this
 pod itself contributed to the checkpoint, if they still lie in its place.
@@ -12,6 +13,7 @@ pod itself contributed to the checkpoint, if they still lie in its place.
 import asyncio
 import os
 import stat
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
@@ -26,13 +28,15 @@ from keepstep_agent.adapters.durable_files import write_all
 from keepstep_agent.adapters.volume.errors import volume_error
 from keepstep_agent.adapters.volume.shared_folders import share_tree
 from keepstep_agent.adapters.volume.shared_volume import Folder, open_volume
-from keepstep_agent.catalog.fetching import PACKS_AT_ONCE, StoredPack, fetch_pack, fetch_part, packs_at_once, packs_of
+from keepstep_agent.catalog.fetching import PACKS_AT_ONCE, StoredPack, fetch_pack, fetch_part, packs_at_once
 from keepstep_agent.catalog.reading import CommittedCheckpoint, StoredFile
 from keepstep_agent.core.errors import ErrorKind, RequestError
+from keepstep_agent.core.file_lists import paths_of
 from keepstep_agent.core.model import Part, RankManifest
 from keepstep_agent.ports import StoreReader
 from keepstep_agent.restore.download import check_room, open_to_write, sync_folders
 from keepstep_agent.restore.local_copy import LocalCopies
+from keepstep_agent.restore.pieces import Pieces, PieceSet, joined, single
 
 _READ_BYTES: Final = 1024**2
 _Result = TypeVar("_Result")
@@ -49,14 +53,6 @@ class FileRange:
     length_bytes: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """What is fetched with one request: part `number` of the file `name`, or, with number 0, the pack `name`."""
-
-    name: str
-    number: int
-
-
 class PartialCopy:
     """One checkpoint on its way to the volume. `disk` has one thread. Call `prepare` first."""
 
@@ -68,15 +64,14 @@ class PartialCopy:
         self._local = local
         self._volume = volume
         self._disk = disk
-        self._files = {file.entry.path: file for file in checkpoint.files}
-        self._packs = {pack.key: pack for pack in packs_of(checkpoint.files)}
-        self._here: set[Piece] = set()
-        self._coming: dict[Piece, asyncio.Task[None]] = {}
+        self.pieces = Pieces(checkpoint.files)
+        self._here = PieceSet(len(self.pieces))
+        self._coming: dict[int, asyncio.Task[None]] = {}
         # A pack is in memory while it arrives.
-        self._pack_slots = asyncio.Semaphore(packs_at_once(self._packs.values(), most=PACKS_AT_ONCE))
-        # Files that were made empty here, in which nothing needs to be looked for.
-        self._new: set[str] = set()
-        self._opened: set[str] = set()
+        self._pack_slots = asyncio.Semaphore(packs_at_once(self.pieces.packs, most=PACKS_AT_ONCE))
+        # Of each file: whether it was made empty here, so that nothing needs to be looked for in it; and whether it was
+        # looked at.
+        self._new, self._opened = bytearray(len(checkpoint.files)), bytearray(len(checkpoint.files))
         self._has_own = False
         self._has_linked_own = False
         self._is_in_place = False
@@ -92,49 +87,46 @@ class PartialCopy:
         return self._local.place(self.checkpoint)
 
     @property
-    def files(self) -> Sequence[str]:
-        """The paths of all files, relative to the checkpoint."""
-        return list(self._files)
-
-    @property
     def is_in_place(self) -> bool:
         """Whether all of it is on disk, under its name in the checkpoint directory."""
         return self._is_in_place
 
-    def pieces_of(self, ranges: Iterable[FileRange]) -> list[Piece]:
+    def pieces_of(self, ranges: Iterable[FileRange]) -> list[range]:
         """Return the pieces that hold these ranges, each once. Raises RequestError for a file that it does not have."""
-        found: dict[Piece, None] = {}
-        for one in ranges:
-            file = self._files.get(one.path)
-            if file is None:
-                raise RequestError(
-                    ErrorKind.FILE_MISSING,
-                    f"{self.checkpoint.marker.info.name} has no file {one.path!r}",
-                    hint="ask for paths that are relative to the checkpoint",
-                )
-            found.update(dict.fromkeys(_pieces(file, one.offset_bytes, one.length_bytes)))
-        return list(found)
+        return joined(
+            self.pieces.of_file(self._position(one.path), one.offset_bytes, one.length_bytes) for one in ranges
+        )
 
-    def all_pieces(self) -> list[Piece]:
-        return list(dict.fromkeys(piece for file in self.checkpoint.files for piece in _pieces(file)))
+    def _position(self, path: str) -> int:
+        files = self.checkpoint.files
+        position = bisect_left(files, path, key=lambda file: file.entry.path)
+        if position == len(files) or files[position].entry.path != path:
+            raise RequestError(
+                ErrorKind.FILE_MISSING,
+                f"{self.checkpoint.marker.info.name} has no file {path!r}",
+                hint="ask for paths that are relative to the checkpoint",
+            )
+        return position
 
-    def contribution(self, number: int) -> list[Piece]:
+    def all_pieces(self) -> range:
+        return range(len(self.pieces))
+
+    def contribution(self, number: int) -> list[range]:
         """Return the pieces of the files in one manifest; the manifests are numbered in the order of their ranks."""
         groups = _by_agent(self.checkpoint)
         if number >= len(groups):
             return []
-        paths = {file.path for one in groups[number] for file in one.files}
-        return list(
-            dict.fromkeys(piece for path in paths if path in self._files for piece in _pieces(self._files[path]))
+        # As text, one wide character makes four bytes of each.
+        paths = {path.encode() for one in groups[number] for path in paths_of(one.files)}
+        return joined(
+            self.pieces.of_file(position)
+            for position, file in enumerate(self.checkpoint.files)
+            if file.entry.path.encode() in paths
         )
 
-    def size_bytes(self, piece: Piece) -> int:
-        if not piece.number:
-            return self._packs[piece.name].size_bytes
-        return _part(self._files[piece.name], piece.number).size_bytes
-
-    def has(self, piece: Piece) -> bool:
-        return self._is_in_place or piece in self._here
+    def missing(self, pieces: Iterable[range]) -> list[range]:
+        """Return those of the pieces that are not here."""
+        return list(self._here.missing(pieces))
 
     async def prepare(self) -> None:
         """Make the folder, and remove what was brought of other checkpoints. Raises VolumeError."""
@@ -147,23 +139,24 @@ class PartialCopy:
         if not self._is_in_place and await self._on_disk(partial(self._local.holds, self.checkpoint)):
             await self._on_disk(partial(self._local.record, self.checkpoint))
             self._is_in_place = True
+            self._here.add(self.all_pieces())
         return self._is_in_place
 
-    async def check_room(self, pieces: Sequence[Piece], size_limit_bytes: int) -> None:
+    async def check_room(self, pieces: Iterable[range], size_limit_bytes: int) -> None:
         """Raise VolumeError(DISK_FULL) if there is no room for these pieces. `size_limit_bytes` 0: none."""
         if self._has_own and not self._has_linked_own:
             await self._on_disk(self._link_all_own)
             self._has_linked_own = True
-        missing_bytes = sum(self.size_bytes(piece) for piece in pieces if piece not in self._here)
+        missing_bytes = self.pieces.size_bytes(single(self.missing(pieces)))
         name = self.checkpoint.marker.info.name
         await self._on_disk(partial(check_room, name, missing_bytes, self._volume, size_limit_bytes))
 
-    async def bring(self, piece: Piece) -> None:
+    async def bring(self, piece: int) -> None:
         """Fetch and verify a piece unless it is here. Raises StoreError or VolumeError.
 
         Never twice at a time: what was verified must not be written to again.
         """
-        while not self.has(piece):
+        while piece not in self._here:
             coming = self._coming.get(piece)
             if coming is not None:
                 await asyncio.wait({coming})
@@ -176,17 +169,18 @@ class PartialCopy:
                 await asyncio.wait({coming})
                 del self._coming[piece]
 
-    async def _bring(self, piece: Piece) -> None:
-        if piece.number:
-            await self._bring_part(self._files[piece.name], piece)
+    async def _bring(self, piece: int) -> None:
+        number = self.pieces.pack_number(piece)
+        if number is None:
+            await self._bring_part(piece)
         else:
             async with self._pack_slots:
-                await self._bring_pack(self._packs[piece.name])
-        self._here.add(piece)
+                await self._bring_pack(self.pieces.packs[number])
+        self._here.add(range(piece, piece + 1))
 
     async def make_durable(self) -> None:
         """Write the whole checkpoint to disk; all pieces are here. Raises VolumeError."""
-        assert all(map(self.has, self.all_pieces())), "pieces are missing"
+        assert not self.missing([self.all_pieces()]), "pieces are missing"
         await self._on_disk(self._make_durable)
 
     async def put_in_place(self) -> None:
@@ -196,9 +190,10 @@ class PartialCopy:
             await self._on_disk(partial(self._local.install, self.checkpoint))
             self._is_in_place = True
 
-    async def _bring_part(self, file: StoredFile, piece: Piece) -> None:
-        part = _part(file, piece.number)
-        if await self._on_disk(partial(self._finds, file, part)):
+    async def _bring_part(self, piece: int) -> None:
+        position, part = self.pieces.part(piece)
+        file = self.checkpoint.files[position]
+        if await self._on_disk(partial(self._finds, piece, position, file, part)):
             return
         opening = asyncio.ensure_future(self._on_disk(partial(self._open, file, part)))
         try:
@@ -210,42 +205,46 @@ class PartialCopy:
                 await self._on_disk(partial(os.close, opening.result()))
 
     async def _bring_pack(self, pack: StoredPack) -> None:
-        if await self._on_disk(lambda: all(self._finds_whole(file) for file in pack.files)):
+        if await self._on_disk(lambda: all(map(self._finds_whole, pack.files))):
             return
         body = await fetch_pack(self._store, pack)
         await self._on_disk(partial(self._write, pack, body))
 
-    def _finds(self, file: StoredFile, part: Part) -> bool:
+    def _finds(self, piece: int, position: int, file: StoredFile, part: Part) -> bool:
         """Whether the part lies in its file already; makes the file. Blocks."""
         path = file.entry.path
         try:
             with open_volume(self._volume) as root, root.folder(self._local.incoming(self.checkpoint)) as folder:
-                if path not in self._opened:
-                    self._open_first(root, folder, file)
-                    self._opened.add(path)
-                if Piece(path, part.number) in self._here:
+                if not self._opened[position]:
+                    self._open_first(root, folder, position, file)
+                    self._opened[position] = True
+                if piece in self._here:
                     return True
-                if path in self._new:
+                if self._new[position]:
                     return False
                 with folder.opened_file(path) as descriptor:
                     return _checksum(descriptor, part) == file.entry.checksums[part.number - 1]
         except OSError as error:
             raise volume_error(error, f"making room for {path} in {self._volume}") from error
 
-    def _open_first(self, root: Folder, folder: Folder, file: StoredFile) -> None:
+    def _open_first(self, root: Folder, folder: Folder, position: int, file: StoredFile) -> None:
         """Find out what there is of a file: what an earlier agent brought, this pod's own copy, or nothing."""
         path, size_bytes = file.entry.path, file.entry.size_bytes
         if folder.exists(path):
             status = folder.status(path)
             is_ours = stat.S_ISREG(status.st_mode) and status.st_size == size_bytes and status.st_nlink == 1
-            if is_ours or self._keep_if_whole(folder, file):
+            if is_ours:
+                return
+            if _is_whole(folder, file):
+                self._here.add(self.pieces.of_file(position))
                 return
             folder.remove(path)
         elif self._link_own(root, folder, file):
+            self._here.add(self.pieces.of_file(position))
             return
         with folder.opened_file(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as descriptor:
             os.ftruncate(descriptor, size_bytes)
-        self._new.add(path)
+        self._new[position] = True
 
     def _link_own(self, root: Folder, folder: Folder, file: StoredFile) -> bool:
         """Link the file in the checkpoint's place, if this pod has contributed it and it is whole."""
@@ -257,26 +256,24 @@ class PartialCopy:
         except OSError:
             # It is gone, or the kernel does not let this user link it: it is fetched.
             return False
-        if self._keep_if_whole(folder, file):
+        if _is_whole(folder, file):
             return True
         folder.unlink(file.entry.path)
         return False
 
-    def _keep_if_whole(self, folder: Folder, file: StoredFile) -> bool:
-        """Note all pieces of a linked file as here if every byte is as it was written."""
-        if not _is_whole(folder, file):
-            return False
-        self._here.update(_pieces(file))
-        return True
-
     def _link_all_own(self) -> None:
         try:
             with open_volume(self._volume) as root, root.folder(self._local.incoming(self.checkpoint)) as folder:
-                for path, file in self._files.items():
-                    if not folder.exists(path) and self._link_own(root, folder, file):
-                        self._opened.add(path)
+                for position, file in enumerate(self.checkpoint.files):
+                    if not folder.exists(file.entry.path) and self._link_own(root, folder, file):
+                        self._opened[position] = True
+                        if not file.entry.place:
+                            self._here.add(self.pieces.of_file(position))
         except OSError as error:
             raise volume_error(error, f"reading this pod's own files of {self.checkpoint.marker.info.name}") from error
+        for number, pack in enumerate(self.pieces.packs):
+            if all(map(self._opened.__getitem__, pack.files.positions)):
+                self._here.add(self.pieces.of_pack(number))
 
     def _finds_whole(self, file: StoredFile) -> bool:
         try:
@@ -310,9 +307,13 @@ class PartialCopy:
         """Make the folder with all below it, and the files that have no bytes."""
         try:
             with open_volume(self._volume) as root, root.make_folder(self._local.incoming(self.checkpoint)) as folder:
-                for above in {path.rpartition("/")[0] for path in self._files} - {""}:
-                    folder.make_folder(above).close()
-                for path, file in self._files.items():
+                made = ""
+                for file in self.checkpoint.files:
+                    path = file.entry.path
+                    above = path.rpartition("/")[0]
+                    if above and above != made:
+                        folder.make_folder(above).close()
+                        made = above
                     if not file.entry.size_bytes and not file.entry.place:
                         folder.remove(path)
                         os.close(folder.open_file(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
@@ -324,8 +325,8 @@ class PartialCopy:
     def _make_durable(self) -> None:
         try:
             with open_volume(self._volume) as root, root.folder(self._local.incoming(self.checkpoint)) as folder:
-                for path in self._files:
-                    with folder.opened_file(path) as descriptor:
+                for file in self.checkpoint.files:
+                    with folder.opened_file(file.entry.path) as descriptor:
                         os.fsync(descriptor)
                 sync_folders(folder, str(self.path))
                 share_tree(folder, root)
@@ -334,26 +335,6 @@ class PartialCopy:
 
     async def _on_disk(self, work: Callable[[], _Result]) -> _Result:
         return await asyncio.get_running_loop().run_in_executor(self._disk, work)
-
-
-def _pieces(file: StoredFile, offset_bytes: int = 0, length_bytes: int = 0) -> Iterable[Piece]:
-    entry = file.entry
-    if entry.place:
-        return (Piece(file.key, 0),)
-    end_bytes = min(offset_bytes + length_bytes, entry.size_bytes) if length_bytes else entry.size_bytes
-    if end_bytes <= offset_bytes:
-        return ()
-    numbers = range(offset_bytes // entry.part_size_bytes, -(-end_bytes // entry.part_size_bytes))
-    return (Piece(entry.path, number + 1) for number in numbers)
-
-
-def _part(file: StoredFile, number: int) -> Part:
-    offset_bytes = (number - 1) * file.entry.part_size_bytes
-    return Part(
-        number=number,
-        offset_bytes=offset_bytes,
-        size_bytes=min(file.entry.part_size_bytes, file.entry.size_bytes - offset_bytes),
-    )
 
 
 def _by_agent(checkpoint: CommittedCheckpoint) -> Sequence[Sequence[RankManifest]]:

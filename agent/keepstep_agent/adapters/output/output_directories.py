@@ -188,7 +188,7 @@ def _scan(
             if path in left_out or entry.name == PARTIAL or entry.is_dir(follow_symlinks=False):
                 continue
             try:
-                status = entry.stat(follow_symlinks=False)
+                status = opened.status_of(entry)
                 if stat.S_ISLNK(status.st_mode):
                     found.links[path] = opened.read_link(entry.name)
                     continue

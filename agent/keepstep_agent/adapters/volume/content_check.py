@@ -49,10 +49,10 @@ def content_signature(volume: Path, path: str, files: Sequence[str] = ()) -> str
         _add(digest, found, status)
         if stat.S_ISDIR(status.st_mode):
             with root.folder(found) as folder:
-                for prefix, _, entries in folder.walk(lambda path, error: None):
+                for prefix, opened, entries in folder.walk(lambda path, error: None):
                     for entry in entries:
                         with contextlib.suppress(OSError):
-                            _add(digest, prefix + entry.name, entry.stat(follow_symlinks=False))
+                            _add(digest, prefix + entry.name, opened.status_of(entry))
     return digest.hexdigest()
 
 

@@ -55,10 +55,10 @@ class VolumeMeter:
             here = os.fstat(root.descriptor)
             blocks = here.st_blocks
             counted: set[int] = set()
-            for _, _, entries in root.walk(self._left_out):
+            for _, folder, entries in root.walk(self._left_out):
                 for entry in entries:
                     with suppress(FileNotFoundError):
-                        status = entry.stat(follow_symlinks=False)
+                        status = folder.status_of(entry)
                         if stat.S_ISDIR(status.st_mode):
                             blocks += status.st_blocks if status.st_dev == here.st_dev else 0
                             continue

@@ -241,14 +241,14 @@ class AgentService(agent_pb2_grpc.AgentServicer):
             whole=request.whole,
             wait_seconds=request.wait_ms / 1000,
         )
-        lists_files = sum(len(path.encode()) for path in progress.files) <= _LISTED_BYTES
+        lists_files = sum(len(file.entry.path.encode()) for file in progress.files) <= _LISTED_BYTES
         return agent_pb2.FetchResponse(
             done=progress.path is not None,
             path=str(progress.path or ""),
             done_bytes=progress.done_bytes,
             total_bytes=progress.total_bytes,
             storage_error=progress.storage_error,
-            files=progress.files if lists_files else (),
+            files=[file.entry.path for file in progress.files] if lists_files else (),
         )
 
     async def Attach(self, request: agent_pb2.AttachRequest, context: Any) -> AsyncIterator[agent_pb2.SaveRequest]:

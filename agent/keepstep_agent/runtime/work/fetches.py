@@ -20,7 +20,7 @@ import structlog
 from keepstep_agent.catalog.damage import clear_damage, note_damage
 from keepstep_agent.catalog.markers import has_marker, with_last_commits
 from keepstep_agent.catalog.object_reads import DAMAGE
-from keepstep_agent.catalog.reading import load
+from keepstep_agent.catalog.reading import StoredFile, load
 from keepstep_agent.core.agent.events import Announced, Committed, Event, TerminationNoticed
 from keepstep_agent.core.agent.state import State
 from keepstep_agent.core.errors import (
@@ -36,7 +36,8 @@ from keepstep_agent.core.policies.restore_choice import CommittedSave, last_line
 from keepstep_agent.core.settings.table import spelled
 from keepstep_agent.core.settings.values import Settings
 from keepstep_agent.restore.local_copy import LocalCopies
-from keepstep_agent.restore.partial_copy import FileRange, PartialCopy, Piece
+from keepstep_agent.restore.partial_copy import FileRange, PartialCopy
+from keepstep_agent.restore.pieces import single
 from keepstep_agent.runtime.work.fetch_requests import Fetch
 from keepstep_agent.runtime.work.ready_store import ReadyStore
 from keepstep_agent.runtime.work.restorable import Restorable, RestorableListing, line_of
@@ -51,7 +52,7 @@ log = structlog.get_logger("keepstep.fetch")
 class FetchProgress:
     """How far the fetch of a checkpoint is. `path` is where to read, once it is done.
 
-    `files`: the paths of all files of the checkpoint, if nothing was asked for.
+    `files`: all files of the checkpoint, if nothing was asked for.
     """
 
     save: str
@@ -60,7 +61,7 @@ class FetchProgress:
     total_bytes: int = 0
     path: Path | None = None
     storage_error: str = ""
-    files: Sequence[str] = ()
+    files: Sequence[StoredFile] = ()
 
 
 class Fetches:
@@ -163,7 +164,7 @@ class Fetches:
         if fetch.copy is None:
             return self._progress(fetch, 0, 0)
         if not whole and not ranges:
-            return replace(self._progress(fetch, 0, 0, fetch.copy.place), files=fetch.copy.files)
+            return replace(self._progress(fetch, 0, 0, fetch.copy.place), files=fetch.copy.checkpoint.files)
         if not fetch.is_asked_for:
             await self._on_disk(partial(self._local.note_resumed, fetch.copy.checkpoint))
             fetch.is_asked_for = True
@@ -184,7 +185,7 @@ class Fetches:
         # A reader that knows what it needs makes every guess worse.
         fetch.forget_guess()
         # Not of what was asked for before: to measure a volume takes seconds per million files.
-        new = [piece for piece in pieces if not fetch.is_asked(piece)]
+        new = fetch.not_asked(pieces)
         if new:
             await fetch.copy.check_room(new, self._settings.disk.size_limit_bytes)
             fetch.ask(new)
@@ -192,9 +193,10 @@ class Fetches:
             await _wait(request.settled, give_up_at)
             if fetch.failure is not None:
                 raise fetch.failure
-            total_bytes = sum(map(fetch.copy.size_bytes, pieces))
-            missing_bytes = sum(map(fetch.copy.size_bytes, request.missing))
-            path = None if request.missing else fetch.copy.path
+            absent = fetch.absent(pieces)
+            total_bytes = fetch.copy.pieces.size_bytes(single(pieces))
+            missing_bytes = fetch.copy.pieces.size_bytes(single(absent))
+            path = None if absent else fetch.copy.path
             return self._progress(fetch, total_bytes - missing_bytes, total_bytes, path)
 
     def _is_unknown(self, save: str) -> bool:
@@ -254,18 +256,18 @@ class Fetches:
             log.info("fetch.not_guessed", error=str(error))
             return
         if pieces and self._may_guess(fetch):
-            log.info("fetch.guessed", step=fetch.committed.step, pieces=len(pieces))
+            log.info("fetch.guessed", step=fetch.committed.step, pieces=sum(map(len, pieces)))
             fetch.guess(pieces)
 
     def _may_guess(self, fetch: Fetch) -> bool:
         return self._guesses and not fetch.is_asked_for
 
-    def _likely_pieces(self, fetch: Fetch) -> Sequence[Piece]:
+    def _likely_pieces(self, fetch: Fetch) -> Sequence[range]:
         """Return what this pod most likely needs: all that one agent wrote, or what its own place wrote among many."""
         if fetch.copy is None:
             return ()
         if len(fetch.copy.checkpoint.marker.manifests) == 1:
-            return fetch.copy.all_pieces()
+            return [fetch.copy.all_pieces()]
         return fetch.copy.contribution(self._settings.node_rank) if self._settings.place else ()
 
     async def _carry_out(self, fetch: Fetch) -> None:
@@ -286,8 +288,7 @@ class Fetches:
         checkpoint = await self._until_it_works(fetch, partial(load, store, fetch.committed))
         copy = PartialCopy(store, checkpoint, self._local, self._volume, self._disk)
         await copy.prepare()
-        fetch.copy = copy
-        fetch.loaded.set()
+        fetch.load(copy)
         async with asyncio.TaskGroup() as workers:
             for _ in range(self._settings.transfer.max_concurrency):
                 workers.create_task(self._bring_pieces(fetch, copy))
@@ -310,7 +311,7 @@ class Fetches:
     async def _put_in_place(self, fetch: Fetch, copy: PartialCopy) -> None:
         await fetch.wants_place.wait()
         if not await copy.take_place_if_whole():
-            pieces = copy.all_pieces()
+            pieces = [copy.all_pieces()]
             await copy.check_room(pieces, self._settings.disk.size_limit_bytes)
             fetch.ask(pieces)
             with fetch.waiting(pieces) as request:
