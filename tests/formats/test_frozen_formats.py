@@ -30,7 +30,7 @@ from keepstep_agent.core.stored.ledger import decode_lives, encode_life
 from keepstep_agent.core.stored.manifest import decode_manifest, decode_marker, encode_manifest, encode_marker
 from keepstep_agent.core.stored.reservation import decode_reservation, encode_reservation
 from keepstep_agent.core.stored.weights_marker import decode_weights_marker, encode_weights_marker
-from keepstep_agent.runtime.engine.event_codec import UnknownRecordError, decode_event, encode_event
+from keepstep_agent.runtime.engine.event_codec import UnknownRecordError, decode_event, encode_event, save_of_record
 from keepstep_api import signal_file
 
 FROZEN: Final = Path(__file__).parent / "frozen"
@@ -89,6 +89,12 @@ def test_a_frozen_record_is_read_by_client_and_agent_and_written_again(tmp_path:
     with capture_logs() as log:
         # An agent has it already, so there is nothing to take up; and nothing to complain of.
         assert (list(unannounced(tmp_path, tmp_path / "checkpoints", known=())), log) == ([], [])
+
+
+def test_a_frozen_compressed_journal_record_is_read() -> None:
+    body = (FROZEN / "large-record.zlib").read_bytes()
+    assert decode_event(body) == decode_event(JOURNAL[0])
+    assert save_of_record(body) == save_of_record(JOURNAL[0])
 
 
 def test_a_frozen_staged_descriptor_is_read_and_written_again(tmp_path: Path) -> None:
