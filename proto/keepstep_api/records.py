@@ -14,6 +14,8 @@ from typing import Any, Final
 from keepstep_api.names import RECORD_FORMAT
 
 SUFFIX: Final = ".json"
+_BATCH: Final = 256
+"""How many files are described at a time."""
 CHECKPOINT_DIRECTORY: Final = ":"
 """As the output directory of a checkpoint in another folder: the run's checkpoint directory."""
 
@@ -134,7 +136,7 @@ class Record:
             end["inode"] = self.inode
         # In ASCII, which can escape a file name that is not UTF-8.
         yield f'{json.dumps(begin)[:-1]}, "files": ['.encode()
-        for number, file in enumerate(self.files):
-            described = json.dumps({"path": file.path, "size": file.size_bytes})
-            yield f"{', ' if number else ''}{described}".encode()
+        for first in range(0, len(self.files), _BATCH):
+            described = [{"path": file.path, "size": file.size_bytes} for file in self.files[first : first + _BATCH]]
+            yield f"{', ' if first else ''}{json.dumps(described)[1:-1]}".encode()
         yield f"]{', ' if end else ''}{json.dumps(end)[1:]}\n".encode()

@@ -243,7 +243,7 @@ def test_a_program_that_ignores_what_was_restored_is_told_so_at_its_end(place: P
     place.run(SAVE, "step-1", "step-2")
     place.lose_the_disk()
     ignored = place.run(SAVE, "step-3")
-    assert "keepstep: the program read none of the 2 files that were restored to " in ignored.stderr
+    assert "keepstep: the program read none of the 2 files of the last snapshot in " in ignored.stderr
     place.lose_the_disk()
     read = place.run(READ, "step-4")
     assert "the program read none" not in read.stderr

@@ -1,12 +1,14 @@
 """The lazy restore on the agent's side: what is fetched, what is not, and when it goes."""
 
 import asyncio
+import errno
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from structlog.testing import capture_logs
 from tests.fakes.fake_store import FakeStore
 from tests.harness.bounds import HANG_SECONDS
 from tests.restore.fetching_pod import announced, fetched, on_disk, pod, until
@@ -20,6 +22,7 @@ from tests.restore.stored_checkpoints import (
 )
 
 from keepstep_agent.adapters.records import recorded_save
+from keepstep_agent.adapters.volume.shared_volume import Folder
 from keepstep_agent.core.agent.events import Committed
 from keepstep_agent.core.errors import ErrorKind, StoreError
 from keepstep_agent.core.model import SaveInfo
@@ -63,12 +66,57 @@ async def test_ranges_are_fetched_in_parts_and_nothing_else_is(store: FakeStore,
         assert sorted(fetched(store)) == [*["model-0.safetensors"] * 4, "state-0.pt"]
 
 
+async def test_ranges_are_fetched_in_the_order_in_which_they_were_asked_for(store: FakeStore, volume: Path) -> None:
+    info = await store_checkpoint(store, 100, ranks=[{path: path.encode() for path in "abcd"}])
+    async with pod(store, volume) as one:
+        await one.offered()
+        store.calls.clear()
+        await one.fetch(info, *(FileRange(path=path) for path in "dbcb"))
+        assert fetched(store) == ["d", "b", "c"]
+
+
+@pytest.mark.parametrize("files", [{"a": b"", "d/b": b""}, {}], ids=["only empty ones", "none"])
+async def test_a_checkpoint_without_bytes_is_guessed_and_fetched(
+    store: FakeStore, volume: Path, files: dict[str, bytes]
+) -> None:
+    info = await store_checkpoint(store, 100, ranks=[files])
+    with capture_logs() as log:
+        async with pod(store, volume, mode="lazy") as one:
+            await one.fetches.fetch(info.save, [], whole=False, wait_seconds=HANG_SECONDS)
+            assert on_disk((await one.fetch(info)).path) == files
+    assert [line for line in log if line["event"] == "fetch.failed"] == []
+
+
+async def test_what_waits_for_the_store_ends_when_the_whole_checkpoint_is_found_in_its_place(
+    store: FakeStore, volume: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel lets nobody link to files of others, so parts of them are fetched."""
+
+    def no_links(*_: object) -> None:
+        raise PermissionError(errno.EPERM, "not permitted")
+
+    async def hang(*_: object, **__: object) -> None:
+        await asyncio.Event().wait()
+
+    info = await store_checkpoint(store, 100)
+    async with pod(store, volume) as one:
+        await one.fetch(info)
+    monkeypatch.setattr(Folder, "link_open_file", no_links)
+    monkeypatch.setattr(store, "get_into", hang)
+    async with pod(store, volume) as one:
+        waiting = asyncio.create_task(one.fetch(info, FileRange(path="rng_state_0.pth")))
+        await until(lambda: one.fetches.progress() is not None)
+        assert (await one.fetch(info)).path is not None
+        assert (await waiting).path is not None
+
+
 async def test_whoever_asks_for_nothing_is_told_the_files_and_the_place(store: FakeStore, volume: Path) -> None:
     info = await store_checkpoint(store, 100, world_size=2)
     async with pod(store, volume) as one:
         store.calls.clear()
         told = await one.fetches.fetch(info.save, [], whole=False, wait_seconds=HANG_SECONDS)
-        assert {file.entry.path for file in told.files} == set(all_files(100, ranks=2))
+        assert told.files is not None
+        assert set(told.files.paths()) == set(all_files(100, ranks=2))
         assert told.path == volume / "checkpoints" / "checkpoint-100"
         assert fetched(store) == []
         assert not told.path.exists()

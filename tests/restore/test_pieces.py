@@ -1,13 +1,14 @@
 """Pieces are numbers: each byte of each file lies in exactly one, and sets of them behave as Python's."""
 
 from dataclasses import replace
+from itertools import chain
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from keepstep_agent.catalog.reading import StoredFile
 from keepstep_agent.core.model import FileEntry, PackPlace
-from keepstep_agent.restore.pieces import Pieces, PieceSet, joined, single
+from keepstep_agent.restore.pieces import Pieces, PieceSet, joined
 
 PART_BYTES = 10
 PIECES = 40
@@ -49,11 +50,11 @@ def test_each_part_and_each_pack_is_found_by_its_number(files: list[StoredFile])
             number = pieces.pack_number(piece)
             assert number is not None
             assert pieces.packs[number].key == file.key
-            assert pieces.size_bytes(of_file) == file.object_bytes
+            assert pieces.size_bytes([of_file]) == file.object_bytes
         else:
             assert [pieces.part(piece) for piece in of_file] == [(position, part) for part in file.entry.parts()]
             assert [pieces.pack_number(piece) for piece in of_file] == [None] * len(of_file)
-            assert pieces.size_bytes(of_file) == file.entry.size_bytes
+            assert pieces.size_bytes([of_file]) == file.entry.size_bytes
 
 
 @given(st.integers(1, 35), st.integers(0, 40), st.integers(0, 40))
@@ -82,9 +83,26 @@ def test_a_set_of_pieces_is_a_set(added: list[range], discarded: list[range], as
     assert {piece for piece in range(PIECES) if piece in pieces} == expected
     missing = list(pieces.missing(asked))
     assert all(missing)
-    assert set(single(missing)) == set(single(asked)) - expected
+    assert numbers(missing) == numbers(asked) - expected
 
 
 @given(RANGES)
 def test_joined_ranges_have_each_piece_once_and_in_order(ranges: list[range]) -> None:
-    assert list(single(joined(ranges))) == sorted(set(single(ranges)))
+    assert list(chain.from_iterable(joined(ranges))) == sorted(numbers(ranges))
+
+
+@given(st.integers(0, 30), st.integers(0, 30))
+def test_the_bytes_of_pieces_are_the_sum_of_each(begin: int, end: int) -> None:
+    pieces = Pieces([stored("a", 35, None), stored("b", 0, None), stored("c", 5, 0), stored("d", 101, None)])
+    wanted = range(min(begin, len(pieces)), min(end, len(pieces)))
+    assert pieces.size_bytes([wanted]) == sum(pieces.size_bytes([range(piece, piece + 1)]) for piece in wanted)
+
+
+@given(RANGES)
+def test_distinct_pieces_keep_their_order(ranges: list[range]) -> None:
+    pieces = Pieces([stored("a", PIECES * PART_BYTES, None)])
+    assert list(chain.from_iterable(pieces.distinct(ranges))) == list(dict.fromkeys(chain.from_iterable(ranges)))
+
+
+def numbers(pieces: list[range]) -> set[int]:
+    return set(chain.from_iterable(pieces))

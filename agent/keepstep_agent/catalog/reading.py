@@ -5,7 +5,8 @@ every file, every size) and safe to put on a disk (no path leaves the checkpoint
 """
 
 from array import array
-from collections.abc import Iterable, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Final
@@ -15,7 +16,7 @@ from keepstep_agent.adapters.control_group import memory_limit_bytes
 from keepstep_agent.catalog.markers import read_marker
 from keepstep_agent.catalog.object_reads import DAMAGE, at_once, for_each, problem_of, read_object
 from keepstep_agent.core.errors import StoreError, checkpoint_corrupt
-from keepstep_agent.core.file_lists import Columns
+from keepstep_agent.core.file_lists import Columns, paths_of
 from keepstep_agent.core.mirror.output_scan import folders_above
 from keepstep_agent.core.model import CommitMarker, FileEntry, ManifestReference, RankManifest
 from keepstep_agent.core.policies.restore_choice import CommittedSave
@@ -75,7 +76,7 @@ _Row = tuple[Sequence[FileEntry], int, ObjectInfo]
 
 
 class StoredFiles(Columns[StoredFile]):
-    """Files of manifests and the objects that hold them. Each is made when it is asked for."""
+    """Files of manifests and the objects that hold them, sorted by path. Each is made when it is asked for."""
 
     __slots__ = ("_entries", "_objects", "_positions")
 
@@ -95,6 +96,23 @@ class StoredFiles(Columns[StoredFile]):
         entry, listed = self._entries[position][self._positions[position]], self._objects[position]
         return StoredFile(entry=entry, key=listed.key, version=listed.version, object_bytes=listed.size_bytes)
 
+    def only(self, keeps: Callable[[str], bool]) -> "StoredFiles":
+        """Return those of the files whose paths `keeps` says."""
+        rows = zip(self._entries, self._positions, self._objects, strict=True)
+        return StoredFiles(row for row, path in zip(rows, self.paths(), strict=True) if keeps(path))
+
+    def paths(self) -> Iterator[str]:
+        """Yield the paths of all files, without the files."""
+        return map(self._path, range(len(self)))
+
+    def position(self, path: str) -> int | None:
+        """Return where the file of that path is; None if there is none."""
+        position = bisect_left(range(len(self)), path, key=self._path)
+        return position if position < len(self) and self._path(position) == path else None
+
+    def _path(self, position: int) -> str:
+        return paths_of(self._entries[position])[self._positions[position]]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommittedCheckpoint:
@@ -107,7 +125,7 @@ class CommittedCheckpoint:
     committed: CommittedSave
     marker: CommitMarker
     manifests: tuple[RankManifest, ...]
-    files: Sequence[StoredFile]
+    files: StoredFiles
     links: tuple[FileEntry, ...] = ()
 
     @property

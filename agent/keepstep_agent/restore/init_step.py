@@ -250,13 +250,13 @@ async def _complete(
     await copy.prepare()
     pieces = copy.all_pieces()
     await copy.check_room([pieces], size_limit_bytes)
-    total_bytes = copy.pieces.size_bytes(pieces)
+    total_bytes = copy.pieces.size_bytes([pieces])
     done_bytes = 0
 
     async def bring(piece: int) -> None:
         nonlocal done_bytes
         await copy.bring(piece)
-        done_bytes += copy.pieces.size_bytes([piece])
+        done_bytes += copy.pieces.size_bytes([range(piece, piece + 1)])
         on_progress(done_bytes, total_bytes)
 
     await for_each(pieces, bring, at_once=concurrency)

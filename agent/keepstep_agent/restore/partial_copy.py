@@ -13,7 +13,6 @@ pod itself contributed to the checkpoint, if they still lie in its place.
 import asyncio
 import os
 import stat
-from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
@@ -36,7 +35,7 @@ from keepstep_agent.core.model import Part, RankManifest
 from keepstep_agent.ports import StoreReader
 from keepstep_agent.restore.download import check_room, open_to_write, sync_folders
 from keepstep_agent.restore.local_copy import LocalCopies
-from keepstep_agent.restore.pieces import Pieces, PieceSet, joined, single
+from keepstep_agent.restore.pieces import Pieces, PieceSet, joined
 
 _READ_BYTES: Final = 1024**2
 _Result = TypeVar("_Result")
@@ -91,16 +90,19 @@ class PartialCopy:
         """Whether all of it is on disk, under its name in the checkpoint directory."""
         return self._is_in_place
 
-    def pieces_of(self, ranges: Iterable[FileRange]) -> list[range]:
-        """Return the pieces that hold these ranges, each once. Raises RequestError for a file that it does not have."""
-        return joined(
-            self.pieces.of_file(self._position(one.path), one.offset_bytes, one.length_bytes) for one in ranges
+    def pieces_of(self, ranges: Sequence[FileRange]) -> list[range]:
+        """Return the pieces that hold these ranges, in their order and each once.
+
+        Raises RequestError for a file that it does not have.
+        """
+        positions = {path: self._position(path) for path in {one.path for one in ranges}}
+        return self.pieces.distinct(
+            self.pieces.of_file(positions[one.path], one.offset_bytes, one.length_bytes) for one in ranges
         )
 
     def _position(self, path: str) -> int:
-        files = self.checkpoint.files
-        position = bisect_left(files, path, key=lambda file: file.entry.path)
-        if position == len(files) or files[position].entry.path != path:
+        position = self.checkpoint.files.position(path)
+        if position is None:
             raise RequestError(
                 ErrorKind.FILE_MISSING,
                 f"{self.checkpoint.marker.info.name} has no file {path!r}",
@@ -120,8 +122,8 @@ class PartialCopy:
         paths = {path.encode() for one in groups[number] for path in paths_of(one.files)}
         return joined(
             self.pieces.of_file(position)
-            for position, file in enumerate(self.checkpoint.files)
-            if file.entry.path.encode() in paths
+            for position, path in enumerate(self.checkpoint.files.paths())
+            if path.encode() in paths
         )
 
     def missing(self, pieces: Iterable[range]) -> list[range]:
@@ -147,7 +149,7 @@ class PartialCopy:
         if self._has_own and not self._has_linked_own:
             await self._on_disk(self._link_all_own)
             self._has_linked_own = True
-        missing_bytes = self.pieces.size_bytes(single(self.missing(pieces)))
+        missing_bytes = self.pieces.size_bytes(self.missing(pieces))
         name = self.checkpoint.marker.info.name
         await self._on_disk(partial(check_room, name, missing_bytes, self._volume, size_limit_bytes))
 

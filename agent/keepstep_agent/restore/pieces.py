@@ -8,7 +8,6 @@ for each that there is.
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain
 from typing import Final
 
 from keepstep_agent.catalog.fetching import packs_of
@@ -66,17 +65,36 @@ class Pieces:
         size_bytes = min(part_size_bytes, self._sizes_bytes[position] - offset_bytes)
         return position, Part(number=number + 1, offset_bytes=offset_bytes, size_bytes=size_bytes)
 
-    def size_bytes(self, pieces: Iterable[int]) -> int:
+    def size_bytes(self, pieces: Iterable[range]) -> int:
         """Return the bytes that are fetched for these pieces."""
         return sum(map(self._size_bytes, pieces))
 
-    def _size_bytes(self, piece: int) -> int:
-        number = self.pack_number(piece)
-        return self.part(piece)[1].size_bytes if number is None else self.packs[number].size_bytes
+    def _size_bytes(self, pieces: range) -> int:
+        found_bytes, piece = 0, pieces.start
+        while piece < pieces.stop:
+            number = self.pack_number(piece)
+            if number is not None:
+                found_bytes += self.packs[number].size_bytes
+                piece += 1
+                continue
+            # All parts of a file at once: there may be thousands.
+            position, first = self.part(piece)
+            piece = min(pieces.stop, self._begins[position + 1])
+            end_bytes = (piece - self._begins[position]) * self._part_sizes_bytes[position]
+            found_bytes += min(end_bytes, self._sizes_bytes[position]) - first.offset_bytes
+        return found_bytes
+
+    def distinct(self, pieces: Iterable[range]) -> list[range]:
+        """Return the same pieces in the same order, each once."""
+        seen, found = PieceSet(len(self)), list[range]()
+        for one in pieces:
+            found += seen.missing([one])
+            seen.add(one)
+        return found
 
 
 class PieceSet:
-    """Some of so many pieces."""
+    """Some of so many pieces. One thread may add to it while another one looks."""
 
     def __init__(self, count: int) -> None:
         self._has = bytearray(count)
@@ -97,12 +115,14 @@ class PieceSet:
             while begin >= 0:
                 end = self._has.find(1, begin, one.stop)
                 end = one.stop if end < 0 else end
-                yield range(begin, end)
+                # Unless this piece was added meanwhile.
+                if end > begin:
+                    yield range(begin, end)
                 begin = self._has.find(0, end, one.stop)
 
 
 def joined(pieces: Iterable[range]) -> list[range]:
-    """Return the same pieces in order, each once."""
+    """Return the same pieces in the order of their numbers, each once."""
     found: list[range] = []
     for one in sorted(pieces, key=lambda one: one.start):
         if found and one.start <= found[-1].stop:
@@ -110,8 +130,3 @@ def joined(pieces: Iterable[range]) -> list[range]:
         elif one:
             found.append(one)
     return found
-
-
-def single(pieces: Iterable[range]) -> Iterator[int]:
-    """Yield the pieces one by one."""
-    return chain.from_iterable(pieces)

@@ -341,7 +341,7 @@ class _SnapshotRestore:
         info = checkpoint.marker.info
         selection = await self.on_disk(partial(select, checkpoint))
         wanted = {entry.path for entry in selection.wanted}
-        files = tuple(file for file in checkpoint.files if file.entry.path in wanted)
+        files = checkpoint.files.only(wanted.__contains__)
         source = self._output.incoming(info.name, info.save)
         if files:
             _log.info("restore.snapshot", series=info.name, number=info.step, save=info.save, files=len(files))

@@ -126,7 +126,7 @@ async def _chosen(
 
 
 def _without_optimizer(checkpoint: CommittedCheckpoint, patterns: tuple[str, ...]) -> CommittedCheckpoint:
-    files = tuple(one for one in checkpoint.files if not is_optimizer_file(one.entry.path, patterns))
+    files = checkpoint.files.only(lambda path: not is_optimizer_file(path, patterns))
     if not files:
         raise StoreError(
             ErrorKind.NO_CHECKPOINT,

@@ -20,6 +20,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from keepstep_agent import __version__
+from keepstep_agent.catalog.reading import StoredFiles
 from keepstep_agent.core.agent import disk_pressure, drain
 from keepstep_agent.core.agent.checkpoint import Checkpoint
 from keepstep_agent.core.agent.events import ObjectiveGiven, RankRegistered, SaveAborted, SaveBegun, SaveRequested
@@ -241,14 +242,13 @@ class AgentService(agent_pb2_grpc.AgentServicer):
             whole=request.whole,
             wait_seconds=request.wait_ms / 1000,
         )
-        lists_files = sum(len(file.entry.path.encode()) for file in progress.files) <= _LISTED_BYTES
         return agent_pb2.FetchResponse(
             done=progress.path is not None,
             path=str(progress.path or ""),
             done_bytes=progress.done_bytes,
             total_bytes=progress.total_bytes,
             storage_error=progress.storage_error,
-            files=[file.entry.path for file in progress.files] if lists_files else (),
+            files=() if progress.files is None else _listed(progress.files),
         )
 
     async def Attach(self, request: agent_pb2.AttachRequest, context: Any) -> AsyncIterator[agent_pb2.SaveRequest]:
@@ -298,6 +298,18 @@ class AgentService(agent_pb2_grpc.AgentServicer):
                 hint="ListCheckpoints returns the saves that it knows; `keepstep ls` lists those in the bucket",
             )
         return checkpoint
+
+
+def _listed(files: StoredFiles) -> list[str]:
+    """Return the paths of all files; none if they are too long for an answer."""
+    listed: list[str] = []
+    left_bytes = _LISTED_BYTES
+    for path in files.paths():
+        left_bytes -= len(path.encode())
+        if left_bytes < 0:
+            return []
+        listed.append(path)
+    return listed
 
 
 _LISTED_BYTES: Final = 2 * 1024**2

@@ -14,7 +14,7 @@ from typing import Final
 from keepstep_agent.core.errors import ErrorKind, KeepstepError, RequestError
 from keepstep_agent.core.policies.restore_choice import CommittedSave
 from keepstep_agent.restore.partial_copy import PartialCopy
-from keepstep_agent.restore.pieces import PieceSet, single
+from keepstep_agent.restore.pieces import PieceSet, joined
 
 _WAITING: Final = 64
 """How many calls may wait at once. A pod has a rank for each of its accelerators."""
@@ -24,7 +24,7 @@ class Request:
     """One call that waits for pieces, of which so many are missing."""
 
     def __init__(self, pieces: Sequence[range], missing: int) -> None:
-        self._pieces = pieces
+        self._pieces = joined(pieces)
         self._missing = missing
         self.settled = asyncio.Event()
         """All of them are here, or never will be."""
@@ -90,15 +90,15 @@ class Fetch:
             self._arrived.add(one)
         for one in absent:
             self._arrived.discard(one)
-        new_bytes = self._copy.pieces.size_bytes(single(new))
+        new_bytes = self._copy.pieces.size_bytes(new)
         self.wanted_bytes += new_bytes
-        self.done_bytes += new_bytes - self._copy.pieces.size_bytes(single(absent))
+        self.done_bytes += new_bytes - self._copy.pieces.size_bytes(absent)
         self._wanted.extend(absent)
         self._work.set()
 
     @contextmanager
     def waiting(self, pieces: Sequence[range]) -> Iterator[Request]:
-        """Give what tells when all of these pieces are here, which were asked for, are in order and come once.
+        """Give what tells when all of these pieces are here, which were asked for and come once each.
 
         Raises RequestError if too many calls wait.
         """
@@ -107,6 +107,8 @@ class Fetch:
                 ErrorKind.BAD_REQUEST, f"{_WAITING} calls of Fetch wait already", hint="let one process ask for a pod"
             )
         request = Request(pieces, sum(map(len, self.absent(pieces))))
+        if self.failure is not None:
+            request.settled.set()
         self._requests.append(request)
         try:
             yield request
@@ -149,9 +151,16 @@ class Fetch:
             return
         self._arrived.add(range(piece, piece + 1))
         if piece in self._asked:
-            self.done_bytes += self._copy.pieces.size_bytes([piece])
+            self.done_bytes += self._copy.pieces.size_bytes([range(piece, piece + 1)])
         for request in self._requests:
             request.arrived(piece)
+
+    def all_arrived(self) -> None:
+        """The whole checkpoint is in its place."""
+        assert self._copy is not None
+        for one in self.absent([self._copy.all_pieces()]):
+            for piece in one:
+                self.arrived(piece)
 
     def fail(self, error: KeepstepError) -> None:
         if self.failure is None:

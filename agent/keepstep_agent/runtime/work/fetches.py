@@ -20,7 +20,7 @@ import structlog
 from keepstep_agent.catalog.damage import clear_damage, note_damage
 from keepstep_agent.catalog.markers import has_marker, with_last_commits
 from keepstep_agent.catalog.object_reads import DAMAGE
-from keepstep_agent.catalog.reading import StoredFile, load
+from keepstep_agent.catalog.reading import StoredFiles, load
 from keepstep_agent.core.agent.events import Announced, Committed, Event, TerminationNoticed
 from keepstep_agent.core.agent.state import State
 from keepstep_agent.core.errors import (
@@ -37,7 +37,6 @@ from keepstep_agent.core.settings.table import spelled
 from keepstep_agent.core.settings.values import Settings
 from keepstep_agent.restore.local_copy import LocalCopies
 from keepstep_agent.restore.partial_copy import FileRange, PartialCopy
-from keepstep_agent.restore.pieces import single
 from keepstep_agent.runtime.work.fetch_requests import Fetch
 from keepstep_agent.runtime.work.ready_store import ReadyStore
 from keepstep_agent.runtime.work.restorable import Restorable, RestorableListing, line_of
@@ -52,7 +51,7 @@ log = structlog.get_logger("keepstep.fetch")
 class FetchProgress:
     """How far the fetch of a checkpoint is. `path` is where to read, once it is done.
 
-    `files`: all files of the checkpoint, if nothing was asked for.
+    `files`: those of the checkpoint, if nothing was asked for.
     """
 
     save: str
@@ -61,7 +60,7 @@ class FetchProgress:
     total_bytes: int = 0
     path: Path | None = None
     storage_error: str = ""
-    files: Sequence[StoredFile] = ()
+    files: StoredFiles | None = None
 
 
 class Fetches:
@@ -194,8 +193,8 @@ class Fetches:
             if fetch.failure is not None:
                 raise fetch.failure
             absent = fetch.absent(pieces)
-            total_bytes = fetch.copy.pieces.size_bytes(single(pieces))
-            missing_bytes = fetch.copy.pieces.size_bytes(single(absent))
+            total_bytes = fetch.copy.pieces.size_bytes(pieces)
+            missing_bytes = fetch.copy.pieces.size_bytes(absent)
             path = None if absent else fetch.copy.path
             return self._progress(fetch, total_bytes - missing_bytes, total_bytes, path)
 
@@ -267,7 +266,7 @@ class Fetches:
         if fetch.copy is None:
             return ()
         if len(fetch.copy.checkpoint.marker.manifests) == 1:
-            return [fetch.copy.all_pieces()]
+            return fetch.copy.missing([fetch.copy.all_pieces()])
         return fetch.copy.contribution(self._settings.node_rank) if self._settings.place else ()
 
     async def _carry_out(self, fetch: Fetch) -> None:
@@ -310,7 +309,9 @@ class Fetches:
 
     async def _put_in_place(self, fetch: Fetch, copy: PartialCopy) -> None:
         await fetch.wants_place.wait()
-        if not await copy.take_place_if_whole():
+        if await copy.take_place_if_whole():
+            fetch.all_arrived()
+        else:
             pieces = [copy.all_pieces()]
             await copy.check_room(pieces, self._settings.disk.size_limit_bytes)
             fetch.ask(pieces)
