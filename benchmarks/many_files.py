@@ -3,7 +3,7 @@
     python -m benchmarks.many_files
 
 Real agents and restores with an S3 server on loopback. A rank announces the checkpoint, or the agent finds it in an
-output directory; then another agent takes up its journal; then it is restored. Each peak is the kernel's (VmHWM), less
+output directory; another agent takes up the journal; both are restored. Each peak is the kernel's (VmHWM), less
 what the same process takes for a checkpoint of one file. Writes benchmarks/MANY_FILES.md, and exits 1 if a goal is
 missed.
 """
@@ -49,6 +49,7 @@ class Peaks:
     restarted: float
     restored: float
     watched: float
+    put_back: float
 
 
 def main() -> int:
@@ -73,8 +74,9 @@ def measure(directory: Path, bucket: Bucket, count: int, folder_files: int) -> P
     return Peaks(
         announced=announced,
         restarted=restarted,
-        restored=restore(folder / "restored", bucket, run),
+        restored=restore(folder / "restored", bucket, f"announced-{run}"),
         watched=store_watched(folder / "watched", bucket, run, count, folder_files),
+        put_back=restore(folder / "back", bucket, f"watched-{run}", f"--watch={folder}/back/out"),
     )
 
 
@@ -113,8 +115,8 @@ def holds(agent: AgentProcess, count: int) -> bool:
     return taken >= count and len(agent.log("checkpoint.committed")) >= len(agent.log("snapshot.taken"))
 
 
-def restore(volume: Path, bucket: Bucket, run: str) -> float:
-    words = ["restore", f"{bucket.destination}/announced-{run}", f"--volume={volume}"]
+def restore(volume: Path, bucket: Bucket, run: str, *options: str) -> float:
+    words = ["restore", f"{bucket.destination}/{run}", f"--volume={volume}", *options]
     command = [sys.executable, "-c", _RESTORE, *words, f"--endpoint-url={bucket.endpoint_url}"]
     done = subprocess.run(
         command, env={**os.environ, **ENVIRONMENT}, capture_output=True, text=True, timeout=_LONGEST_SECONDS, check=True
@@ -151,6 +153,7 @@ def report(peaks: dict[tuple[int, int], Peaks]) -> str:
         lambda one: one.restarted,
         lambda one: one.restored,
         lambda one: one.watched,
+        lambda one: one.put_back,
     )
     rows = [
         f"| {count:,}, {'in one folder' if count == folder_files else f'{folder_files:,} in a folder'} | "
@@ -167,8 +170,8 @@ Made by `python -m benchmarks.many_files` with Python {platform.python_version()
 the most memory that the process ever had, in MiB, and in brackets how much that is per file, in KiB, beyond what one
 file takes. The injection gives restore and agent {MOST_MIB:.0f} MiB.
 
-| files | agent, announced | agent started again | restore | agent, in an output directory |
-|---|---|---|---|---|
+| files | agent, announced | agent started again | restore | agent, in an output directory | restore of this |
+|---|---|---|---|---|---|
 | 1 | {one} |
 """
         + "\n".join(rows)
