@@ -13,6 +13,7 @@ from keepstep_agent.adapters.http_server import serving
 _MIB = 1024 * 1024
 _LARGE_HEAD = b"GET /slow HTTP/1.1\r\nHost: x\r\n" + b"X-Header: %b\r\n" % (b"x" * 3000) * 9 + b"\r\n"
 _SENT_AHEAD = 300
+_SEND_BUFFER_BYTES = 128 * 1024
 _KERNEL_BYTES = 4 * _MIB
 """What the kernel holds of a connection that nobody reads, on both sides."""
 
@@ -52,7 +53,10 @@ async def served() -> AsyncIterator[_Served]:
 
 
 async def test_what_a_client_sends_ahead_is_read_after_its_request_is_answered(served: _Served) -> None:
-    reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
+    connection = socket.create_connection(("127.0.0.1", served.port), HANG_SECONDS)
+    # By default the kernel takes as much as the machine's memory lets it.
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
+    reader, writer = await asyncio.open_connection(sock=connection)
     writer.write(_LARGE_HEAD * _SENT_AHEAD)
     await asyncio.wait_for(served.begun.wait(), HANG_SECONDS)
     with pytest.raises(TimeoutError):

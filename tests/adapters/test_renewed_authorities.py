@@ -8,14 +8,16 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 from tests.adapters.s3_faults.store_calls import fails
+from tests.harness.bounds import HANG_SECONDS
 from tests.servers.fault_proxy import FaultProxy
 from tests.servers.rclone import RcloneServer
 from tests.servers.server import Bucket
 from tests.servers.tls import Certificate, make_certificate
 
 from keepstep_agent.adapters.open_store import open_store
+from keepstep_agent.adapters.receivers.url import post_event
 from keepstep_agent.adapters.s3 import renewal
-from keepstep_agent.core.errors import ErrorKind
+from keepstep_agent.core.errors import ErrorKind, EventReceiverError
 from keepstep_agent.ports import ObjectStore
 
 
@@ -124,3 +126,20 @@ async def test_a_bundle_that_is_half_written_or_gone_changes_nothing(
         harm(bundle)
         assert (await put_until_logged(store))[0] == "ca_bundle.unusable"
         assert await read_over_a_new_connection(store) == b"x"
+
+
+async def test_an_event_is_sent_to_a_receiver_whose_ca_was_replaced(
+    proxy: FaultProxy, bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SSL_CERT_FILE", str(bundle))
+    other = make_certificate(tmp_path / "other")
+    proxy.serve_with(other)
+    kinds = []
+    for authority in (bundle, other.certificate):
+        if authority != bundle:
+            shutil.copy(authority, bundle)
+        with pytest.raises(EventReceiverError) as caught:
+            await post_event(f"{proxy.endpoint_url}/hook", b"{}", HANG_SECONDS)
+        kinds.append(caught.value.kind)
+    # What answers there is no receiver of events.
+    assert kinds == [ErrorKind.UNREACHABLE, ErrorKind.REQUEST_REFUSED]

@@ -1,5 +1,8 @@
 """Which files are of one save, as far as pauses and names tell."""
 
+import time
+from collections.abc import Iterator
+
 import pytest
 from tests.core.played_program import Played, saves_stored
 
@@ -9,7 +12,7 @@ from keepstep_agent.core.mirror.write_groups import Write, groups, saves_by_name
 
 def test_the_first_save_after_a_snapshot_of_two_is_stored_although_the_program_never_rests() -> None:
     """As seen with litgpt: all files of the last snapshot seemed to be one save."""
-    before = saves_by_name(f"out/step-{step}/{name}" for step in (10, 20) for name in ("model", "config"))
+    before = list(saves_by_name(f"out/step-{step}/{name}" for step in (10, 20) for name in ("model", "config")))
     played = Played(history=OutputHistory({}, before))
     for step in range(3, 14):
         for name in ("model", "config"):
@@ -32,7 +35,7 @@ def test_the_first_save_after_a_snapshot_of_two_is_stored_although_the_program_n
     ],
 )
 def test_names_tell_saves_apart_and_in_doubt_they_are_one(paths: list[str], saves: int) -> None:
-    assert len(saves_by_name(paths)) == saves
+    assert len(list(saves_by_name(paths))) == saves
 
 
 @pytest.mark.parametrize("rest_seconds", [5.0, 30.0])
@@ -125,3 +128,28 @@ def test_a_save_that_begins_with_another_file_than_the_first_one_is_not_told_fro
         for place, name in enumerate(order if number < 4 else reversed(order))
     ]
     assert [group.is_regular for group in groups(writes)] == [True] * 4 + [False] * 4
+
+
+def test_saves_are_told_as_they_end_so_that_those_of_many_files_are_not_kept() -> None:
+    read: list[int] = []
+
+    def paths() -> Iterator[str]:
+        for number in range(1000):
+            read.append(number)
+            yield f"out/sample-{number:06d}.bin"
+
+    saves = saves_by_name(paths())
+    while len(read) < 1000:
+        assert next(saves)
+    assert sum(1 for _ in saves) <= 1
+
+
+def test_twenty_times_as_many_names_take_no_four_hundred_times_as_long() -> None:
+    def cpu_seconds(count: int) -> float:
+        began = time.process_time()
+        for _ in saves_by_name(f"out/part-{number // 1000}/sample-{number:06d}.bin" for number in range(count)):
+            pass
+        return time.process_time() - began
+
+    few = min(cpu_seconds(2_000) for _ in range(3))
+    assert cpu_seconds(40_000) < 60 * few

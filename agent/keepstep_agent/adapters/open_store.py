@@ -8,19 +8,34 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from typing import Final
 
 from keepstep_agent.adapters.rate_limit import RateLimiter
-from keepstep_agent.core.errors import ErrorKind, KeepstepError
+from keepstep_agent.core.errors import ErrorKind, KeepstepError, StoreError
 from keepstep_agent.core.settings.values import StoreSettings
 from keepstep_agent.ports import ObjectStore
+
+_OPENING_SECONDS: Final = 120.0
+"""How long it may take to load a library and read the files that it is set up with. One of them may be in a home
+directory whose server does not answer."""
 
 
 @asynccontextmanager
 async def open_store(settings: StoreSettings, *, limiter: RateLimiter | None = None) -> AsyncIterator[ObjectStore]:
-    """Open the store for `settings.destination`; close it at the end. Raises BAD_CONFIGURATION for other schemes."""
+    """Open the store for `settings.destination`; close it at the end.
+
+    Raises KeepstepError(BAD_CONFIGURATION) for other schemes, and StoreError(TIMED_OUT).
+    """
     thread = ThreadPoolExecutor(1, thread_name_prefix="keepstep-store-opening")
     try:
-        store = await asyncio.get_running_loop().run_in_executor(thread, _make, settings, limiter or RateLimiter())
+        async with asyncio.timeout(_OPENING_SECONDS):
+            store = await asyncio.get_running_loop().run_in_executor(thread, _make, settings, limiter or RateLimiter())
+    except TimeoutError as error:
+        raise StoreError(
+            ErrorKind.TIMED_OUT,
+            f"{settings.destination} was not opened within {_OPENING_SECONDS:.0f} s",
+            hint="its library or a file that it reads, such as ~/.aws/config, lies on a disk that does not answer",
+        ) from error
     finally:
         thread.shutdown(wait=False)
     try:

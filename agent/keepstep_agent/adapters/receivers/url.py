@@ -3,6 +3,8 @@
 The URL may hold a secret in its path, in its query or before its host: errors name the host alone.
 """
 
+import asyncio
+import ssl
 from typing import Final
 from urllib.parse import urlsplit
 
@@ -19,7 +21,9 @@ _CONTENT_TYPE: Final = "application/cloudevents+json; charset=utf-8"
 async def post_event(url: str, body: bytes, limit_seconds: float) -> None:
     """Send the event; return once the receiver has answered 2xx. Raises EventReceiverError."""
     host, proxy = urlsplit(url).hostname, proxy_for(url)
-    connector = aiohttp.TCPConnector(limit=1)
+    # Not aiohttp's, which reads the authorities once: their file may be replaced while the agent runs.
+    context = await asyncio.to_thread(ssl.create_default_context)
+    connector = aiohttp.TCPConnector(limit=1, ssl=context)
     if not (proxy or "").startswith("https:"):
         use_own_tls(connector)
     try:

@@ -7,7 +7,7 @@ monotonic clock, and a look is one scan. See docs/design/0027.
 
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -90,7 +90,7 @@ class OutputHistory:
     def __init__(
         self,
         known: Mapping[str, Fingerprint],
-        earlier: Sequence[Kinds] = (),
+        earlier: Iterable[Kinds] = (),
         *,
         log_inodes: frozenset[int] = frozenset(),
     ) -> None:

@@ -12,7 +12,7 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, Self
 
 from keepstep_agent.core.mirror.file_states import QUIET_SECONDS
 
@@ -102,10 +102,10 @@ def is_of_one_save(kinds: Kinds, before: Kinds) -> bool:
     return True
 
 
-def saves_by_name(paths: Iterable[str]) -> list[Kinds]:
-    """Return the kinds of each save, as far as names tell them apart. `paths`: in the order of their writes."""
-    parts = [[Write(path=path, begun_at=0.0, ended_at=0.0)] for path in paths]
-    return [_kinds(save.writes) for save in _saves(parts)]
+def saves_by_name(paths: Iterable[str]) -> Iterator[Kinds]:
+    """Yield the kinds of each save, as far as names tell them apart. `paths`: in the order of their writes."""
+    for save in _saves([Write(path=path, begun_at=0.0, ended_at=0.0)] for path in paths):
+        yield _kinds(save.writes)
 
 
 def groups(writes: Sequence[Write]) -> list[WriteGroup]:
@@ -115,7 +115,7 @@ def groups(writes: Sequence[Write]) -> list[WriteGroup]:
         longest_seconds = max(_pauses(burst), default=0.0)
         lasted_seconds = burst[-1].ended_at - min(write.begun_at for write in burst)
         is_divided = longest_seconds >= _SHORTEST_PAUSE_SECONDS and lasted_seconds >= _UNDIVIDED_SECONDS
-        saves = _saves(_divided(burst, longest_seconds / 2 if is_divided else QUIET_SECONDS))
+        saves = list(_saves(_divided(burst, longest_seconds / 2 if is_divided else QUIET_SECONDS)))
         within_seconds = max((pause for save in saves if save.is_sure for pause in _pauses(save.writes)), default=0.0)
         parts = [save.writes for save in saves]
         for number, part in enumerate(parts):
@@ -146,12 +146,18 @@ class _Numbers:
     """The numbers that paths of one kind have, and those of each of their places."""
 
     def __init__(self, places: int) -> None:
-        self._all: frozenset[str] = frozenset()
+        self._all: frozenset[str] | set[str] = frozenset()
         self._places: list[set[str]] = [set() for _ in range(places)]
         self._largest = [0] * places
 
     def add(self, numbers: frozenset[str]) -> None:
-        self._all = self._all | numbers if self._all else numbers
+        if not self._all:
+            # Not copied: of 100,000 files in one part it takes much memory.
+            self._all = numbers
+        elif isinstance(self._all, set):
+            self._all |= numbers
+        else:
+            self._all = {*self._all, *numbers}
         for place, own in enumerate(_columns(numbers)):
             self._places[place] |= own
             self._largest[place] = max(self._largest[place], *map(int, own))
@@ -189,6 +195,12 @@ class _Save:
         self.paths.update(write.path for write in part)
         _add_numbers(self.numbers, kinds)
 
+    def without_names(self) -> Self:
+        """Return it without the names, which of many files take more memory than all else of it."""
+        self.paths.clear()
+        self.numbers.clear()
+        return self
+
     def ends_before(self, part: Sequence[Write]) -> bool:
         """Whether the names of the next part show that it is of another save."""
         paths = {write.path for write in part}
@@ -200,33 +212,29 @@ class _Save:
         return not common and not paths.isdisjoint(self.paths)
 
 
-def _saves(parts: Iterable[Sequence[Write]]) -> list[_Save]:
-    """Join a part to the one before it unless its names show that another save has begun."""
-    found: list[_Save] = []
+def _saves(parts: Iterable[Sequence[Write]]) -> Iterator[_Save]:
+    """Join a part to the one before it unless its names show that another save has begun. Yields each as it ends."""
+    save = _Save()
     known: dict[str, _Numbers] = {}
     before: Sequence[Write] = ()
     for part in parts:
-        if not before:
-            found.append(_Save())
-        else:
+        if before:
             # Only for a part that follows: of 100,000 files the names in these sets take 30 MiB.
             kinds_before = _kinds(before)
-            found[-1].add_names(before, kinds_before)
+            save.add_names(before, kinds_before)
             _add_numbers(known, kinds_before)
             kinds = _kinds(part)
             # A rank's files came late.
             is_late = all(kind in known and known[kind].have_come_late(numbers) for kind, numbers in kinds.items())
-            if not is_late and found[-1].ends_before(part):
-                found.append(_Save())
-            elif not is_late and found[-1].numbers.keys().isdisjoint(kinds):
-                found[-1].is_sure = False
-        found[-1].writes.extend(part)
+            if not is_late and save.ends_before(part):
+                yield save.without_names()
+                save = _Save()
+            elif not is_late and save.numbers.keys().isdisjoint(kinds):
+                save.is_sure = False
+        save.writes.extend(part)
         before = part
-    for save in found:
-        # Of many files they take more memory than all else of it.
-        save.numbers.clear()
-        save.paths.clear()
-    return found
+    if before:
+        yield save.without_names()
 
 
 def _add_numbers(known: dict[str, _Numbers], kinds: Kinds) -> None:

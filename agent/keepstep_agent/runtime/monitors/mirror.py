@@ -326,21 +326,21 @@ class Mirror:
 
     async def _observe(self, *, lives: bool, end: ProgramEnd | None = None) -> tuple[OutputScan, Decision]:
         """Look, and decide what the look means. `lives`: the program has not ended, as far as is known."""
-        if self._history is None:
-            await self._begin()
-        assert self._history is not None
-        pause_seconds = await self._snapshots.settle()
-        if pause_seconds is not None:
-            self._next_at = time.monotonic() + pause_seconds
-            self._planned_links = None
-        announced = [
-            f"{one.announced.path}/{file}".rstrip("/")
-            for checkpoint in self._engine.state.checkpoints.values()
-            for one in checkpoint.contributions.values()
-            if one.announced.snapshot is None
-            for file in one.announced.files or ("",)
-        ]
         with self._engine.doing(OUTPUT_DIRECTORIES, "look at the output directories"):
+            if self._history is None:
+                await self._begin()
+            assert self._history is not None
+            pause_seconds = await self._snapshots.settle()
+            if pause_seconds is not None:
+                self._next_at = time.monotonic() + pause_seconds
+                self._planned_links = None
+            announced = [
+                f"{one.announced.path}/{file}".rstrip("/")
+                for checkpoint in self._engine.state.checkpoints.values()
+                for one in checkpoint.contributions.values()
+                if one.announced.snapshot is None
+                for file in one.announced.files or ("",)
+            ]
             return await self._run(self._look_and_decide, self._history, announced, self._snapshots.refused, lives, end)
 
     def _look_and_decide(
@@ -371,12 +371,14 @@ class Mirror:
     async def _begin(self) -> None:
         await self._snapshots.begin()
         base = self._snapshots.base
-        self._history = OutputHistory(
-            self._snapshots.stored, self._snapshots.groups_before(), log_inodes=frozenset(_inodes_of_own_output())
-        )
+        self._history = await self._run(self._history_so_far)
         brought = {**base.files.looks(), **base.others}
         restored = {path: seen for path, seen in brought.items() if not is_log(path)}
         self._restored = restored if await self._run(self._output.unread, restored) else {}
+
+    def _history_so_far(self) -> OutputHistory:
+        earlier = self._snapshots.groups_before()
+        return OutputHistory(self._snapshots.stored, earlier, log_inodes=frozenset(_inodes_of_own_output()))
 
     async def _take(
         self, scan: OutputScan, decision: Decision, *, is_last: bool = False, besides_logs: bool = False

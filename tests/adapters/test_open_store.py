@@ -1,0 +1,25 @@
+"""Opening a store: its library and what that reads may lie on a disk that does not answer."""
+
+import threading
+from pathlib import Path
+
+import pytest
+from tests.adapters.s3_faults.store_calls import fails
+
+from keepstep_agent.adapters import open_store
+from keepstep_agent.core.errors import ErrorKind
+from keepstep_agent.core.settings.values import StoreSettings
+
+
+async def test_a_store_that_cannot_be_opened_in_time_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = threading.Event()
+    monkeypatch.setattr(open_store, "_OPENING_SECONDS", 0.1)
+    monkeypatch.setattr(open_store, "_make", lambda *_: answers.wait())
+    try:
+        opening = open_store.open_store(StoreSettings(destination=f"file://{tmp_path}"))
+        error = await fails(ErrorKind.TIMED_OUT, opening.__aenter__())
+        assert "was not opened" in str(error)
+    finally:
+        answers.set()
