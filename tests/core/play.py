@@ -7,6 +7,7 @@ from keepstep_agent.core.agent import planner
 from keepstep_agent.core.agent.announcements import check_announcement
 from keepstep_agent.core.agent.commands import (
     Abandon,
+    Ask,
     CancelWork,
     CheckSent,
     Command,
@@ -26,6 +27,7 @@ from keepstep_agent.core.agent.commands import (
 from keepstep_agent.core.agent.events import (
     Abandoned,
     Announced,
+    Answered,
     Committed,
     DurableEvent,
     Event,
@@ -301,6 +303,8 @@ class Play:
                 return Abandoned(at=at, work=command.work)
             case Release():
                 return Released(at=at, work=command.work)
+            case Ask():
+                return Answered(at=at, work=command.work)
             case Recall():
                 return Recalled(at=at, work=command.work, events=self.unread[command.work.save])
             case _:

@@ -80,7 +80,7 @@ def test_what_was_sent_is_read_again_only_while_no_deadline_can_be_missed_by_it(
 def _fails_until(play: Play, until: float) -> None:
     """Every transfer fails, as those to a store that is unreachable."""
     while play.exit is None and play.now < until:
-        for work in [work for work in play.in_flight if work.operation is Operation.PUT_FILE]:
+        for work in [work for work in play.in_flight if work.operation in (Operation.PUT_FILE, Operation.ASK)]:
             play.fail(work, ErrorKind.UNREACHABLE)
         play.wait_until(lambda: bool(play.in_flight) or play.exit is not None)
 

@@ -1,12 +1,14 @@
 """Work that does not succeed for a reason of its own is tried last, and no drain waits for it for ever."""
 
 from collections.abc import Callable
+from random import Random
 
 import pytest
 from tests.core.play import PART_BYTES, Play
 from tests.core.pod_end import notice, ranks_alive, stop
 
 from keepstep_agent.core.agent import planner
+from keepstep_agent.core.agent.commands import CancelWork
 from keepstep_agent.core.agent.events import CommitWaits, ObjectsLost, Shed, WorkFailed
 from keepstep_agent.core.agent.work import Operation, WorkId
 from keepstep_agent.core.errors import RETRYABLE, ErrorKind
@@ -89,6 +91,127 @@ def test_an_object_with_which_the_store_fails_again_and_again_is_tried_last(kind
     play.announce("next", (PART_BYTES,) * files)
     play_on(play, sends("broken", "r0-0"), kind, seconds=90.0)
     assert play.phase("next") is Phase.RELEASED
+
+
+ANSWERLESS = [ErrorKind.UNREACHABLE, ErrorKind.TIMED_OUT]
+
+
+@pytest.mark.parametrize("kind", ANSWERLESS)
+def test_an_object_at_which_every_connection_ends_is_tried_last(kind: ErrorKind) -> None:
+    """Nothing else is to be sent, so the store is asked whether it answers at all."""
+    play = Play()
+    play.announce("broken", (PART_BYTES,))
+    play_on(play, sends("broken", "r0-0"), kind, seconds=120.0)
+    assert play.state.set_aside.keys() == {"broken"}
+    play.announce("next", (PART_BYTES,))
+    play_on(play, sends("broken", "r0-0"), kind, seconds=300.0)
+    assert play.phase("next") is Phase.RELEASED
+    play_on(play, lambda work: False, seconds=60.0)
+    assert play.phase("broken") is Phase.RELEASED
+
+
+@pytest.mark.parametrize("kind", ANSWERLESS)
+def test_an_object_that_the_store_takes_at_last_was_never_set_aside(kind: ErrorKind) -> None:
+    play = Play()
+    play.announce("slow", (PART_BYTES,) * 2)
+    tries: list[WorkId] = []
+
+    def fails_at_first(work: WorkId) -> bool:
+        if sends("slow", "r0-0")(work):
+            tries.append(work)
+        return sends("slow", "r0-0")(work) and len(tries) < 8
+
+    play_on(play, fails_at_first, kind, seconds=300.0)
+    assert play.phase("slow") is Phase.RELEASED
+    assert not play.state.set_aside
+
+
+@pytest.mark.parametrize("is_sent", [Operation.SEND_PART, Operation.COMPLETE_UPLOAD, Operation.CREATE_UPLOAD])
+def test_a_large_file_of_which_no_part_gets_through_is_tried_last(is_sent: Operation) -> None:
+    play = Play(max_concurrency=8)
+    play.announce("broken", (20 * PART_BYTES,))
+    play_on(play, lambda work: work.operation is is_sent, ErrorKind.UNREACHABLE, seconds=1200.0)
+    assert play.state.set_aside.keys() == {"broken"}
+
+
+@pytest.mark.parametrize("kind", [*ANSWERLESS, ErrorKind.THROTTLED])
+@pytest.mark.parametrize("share", [0.5, 0.7, 0.9])
+def test_a_network_that_loses_most_requests_sets_nothing_aside(kind: ErrorKind, share: float) -> None:
+    random = Random(7)
+    play = Play(max_concurrency=8)
+    for save in ("first", "second", "third"):
+        play.announce(save, (PART_BYTES,) * 50)
+    play_on(play, lambda work: random.random() < share, kind, seconds=3600.0)
+    assert not play.state.set_aside
+    assert {play.phase(save) for save in ("first", "second", "third")} == {Phase.RELEASED}
+
+
+def test_no_last_save_is_set_aside_for_want_of_an_answer() -> None:
+    play = Play()
+    ranks_alive(play, 0)
+    notice(play, grace_seconds=600)
+    play.announce("last", (PART_BYTES,), kind=Kind.JUST_IN_TIME)
+    play_on(play, sends("last", "r0-0"), ErrorKind.UNREACHABLE, seconds=500.0)
+    assert not play.state.set_aside
+
+
+@pytest.mark.parametrize("answers", [1, 5])
+def test_an_outage_that_begins_with_one_object_left_sets_nothing_aside(answers: int) -> None:
+    """As many other requests as may be had succeeded before it began."""
+    play = Play()
+    play.announce("last", (PART_BYTES,) * (1 + answers))
+    play_on(play, sends("last", "r0-0"), ErrorKind.UNREACHABLE, seconds=1.0)
+    play_on(play, lambda work: True, ErrorKind.UNREACHABLE, seconds=600.0)
+    assert not play.state.set_aside
+
+
+def test_a_pin_that_waits_to_be_dropped_does_not_wait_for_an_answer() -> None:
+    play = Play()
+    play.announce("old", (PART_BYTES,))
+    ask = WorkId(Operation.ASK, "old")
+    for _ in range(3):
+        play.wait_until(lambda: any(map(sends("old"), play.in_flight)))
+        play.fail(next(filter(sends("old"), play.in_flight)), ErrorKind.UNREACHABLE)
+    assert ask in play.in_flight
+    commands = play.feed(Shed(at=play.now, save="old", reason="superseded"))
+    assert CancelWork(work=ask) in commands
+    play.cancel(ask)
+    assert WorkId(Operation.RELEASE, "old") in play.in_flight
+
+
+def test_an_upload_that_is_lost_once_after_an_outage_says_nothing_of_its_file() -> None:
+    play = Play()
+    play.announce("large", (20 * PART_BYTES,))
+    play_on(play, lambda work: True, ErrorKind.UNREACHABLE, seconds=300.0)
+    lost: list[WorkId] = []
+
+    def loses_one(work: WorkId) -> bool:
+        if work.operation is Operation.COMPLETE_UPLOAD:
+            lost.append(work)
+        return lost == [work]
+
+    play_on(play, loses_one, ErrorKind.UPLOAD_LOST, seconds=600.0)
+    assert play.phase("large") is Phase.RELEASED
+    assert not play.state.set_aside
+
+
+def test_an_exit_does_not_wait_for_the_answer_to_a_doubt() -> None:
+    play = Play()
+    play.announce("old", (PART_BYTES,))
+    for _ in range(3):
+        play.wait_until(lambda: any(map(sends("old"), play.in_flight)))
+        play.fail(next(filter(sends("old"), play.in_flight)), ErrorKind.UNREACHABLE)
+    assert WorkId(Operation.ASK, "old") in play.in_flight
+    play.feed(Shed(at=play.now, save="old", reason="superseded"))
+    stop(play)
+    play.wait_until(lambda: play.exit is not None)
+
+
+def test_a_store_that_forgets_every_upload_of_a_file_costs_that_file_alone() -> None:
+    play = Play()
+    play.announce("lost", (20 * PART_BYTES,))
+    play_on(play, lambda work: work.operation is Operation.COMPLETE_UPLOAD, ErrorKind.UPLOAD_LOST, seconds=300.0)
+    assert play.state.set_aside.keys() == {"lost"}
 
 
 def test_a_last_save_that_is_refused_leaves_the_wire_to_the_others() -> None:

@@ -148,6 +148,34 @@ def test_a_watched_file_that_the_store_refuses_is_left_out_and_named(
     assert {path.name for path in out.iterdir()} == {"good.bin", "last.bin"}
 
 
+@pytest.mark.slow
+def test_a_watched_file_at_which_the_store_ends_every_connection_is_left_out_and_named(
+    rclone_bucket: Bucket, fault_proxy: FaultProxy, tmp_path: Path
+) -> None:
+    """A proxy on the way may do so to one file. It says nothing, but the store answers otherwise."""
+    fault_proxy.add(Rule(name="cut", fault=Fault.RESET_REQUEST, method="PUT", target="refused.bin", times=-1))
+    out = tmp_path / "out"
+    program = (
+        "import pathlib, time\n"
+        f"out, stop = pathlib.Path({str(out)!r}), pathlib.Path({str(tmp_path / 'stop')!r}); out.mkdir()\n"
+        "for name in ('refused', 'good'): (out / f'{name}.bin').write_bytes(bytes(2**21))\n"
+        "until = time.monotonic() + 600\n"
+        "while not stop.exists() and time.monotonic() < until: time.sleep(0.05)\n"
+    )
+    with RunProcess(
+        tmp_path / "volume",
+        rclone_bucket.destination,
+        command=(sys.executable, "-c", program),
+        endpoint_url=fault_proxy.endpoint_url,
+        watch=out,
+        drain_timeout_seconds=3,
+    ) as run:
+        wait_until(lambda: bool(run.log("checkpoint.committed")), 3 * HANG_SECONDS, "a snapshot without it")
+        (tmp_path / "stop").touch()
+        assert run.wait() == NOT_DURABLE, run.output()
+    assert "not durable: out/refused.bin: " in run.output()
+
+
 def test_a_file_that_cannot_be_read_costs_its_checkpoint_and_no_other_until_it_can(
     rclone_bucket: Bucket, fault_proxy: FaultProxy, tmp_path: Path
 ) -> None:

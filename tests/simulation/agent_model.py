@@ -19,6 +19,7 @@ from keepstep_agent.core.agent import drain, planner
 from keepstep_agent.core.agent.announcements import check_announcement, known_announcement
 from keepstep_agent.core.agent.commands import (
     Abandon,
+    Ask,
     CancelTermination,
     CancelWork,
     Command,
@@ -408,7 +409,7 @@ class AgentModel:
 
     def _maybe_land_late(self, running: Running) -> None:
         command, random = running.command, self.life.random
-        if isinstance(command, Stage | Reconcile | Release | Abandon | Prune | Recall):
+        if isinstance(command, Stage | Reconcile | Release | Abandon | Prune | Ask | Recall):
             return
         if self.life.stormy and random.random() < self.life.scenario.faults.land_late:
             self.life.late_writes[command.work.save] = self.life.late_writes.get(command.work.save, 0) + 1

@@ -13,6 +13,7 @@ from tests.simulation.store_model import ViolationError, checksum_of, content_of
 
 from keepstep_agent.core.agent.commands import (
     Abandon,
+    Ask,
     CheckSent,
     Commit,
     CompleteUpload,
@@ -32,6 +33,7 @@ from keepstep_agent.core.agent.commands import (
 )
 from keepstep_agent.core.agent.events import (
     Abandoned,
+    Answered,
     Committed,
     CommitWaits,
     DurableEvent,
@@ -236,6 +238,8 @@ class CommandEffects:
                 for rank in self.pins.pop(work.save, {}):
                     del self._descriptors[work.save, rank]
                 return Released(at=now, work=work)
+            case Ask():
+                return Answered(at=now, work=work)
             case Recall():
                 return Recalled(at=now, work=work, events=self.recalled(work.save))
             case Prune():

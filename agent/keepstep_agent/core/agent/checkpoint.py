@@ -291,6 +291,8 @@ class Checkpoint:
     pending: deque[WorkId] = field(default_factory=deque)
     delayed: dict[WorkId, float] = field(default_factory=dict)
     attempts: dict[WorkId, int] = field(default_factory=dict)
+    # Work that failed while most other work succeeded: `State.answers` when it failed last, and how often it did.
+    failed_alone: dict[WorkId, tuple[int, int]] = field(default_factory=dict)
     # False after a restart until the store has been asked what it really has.
     reconciled: bool = True
     # A multipart upload may exist that we do not know of.

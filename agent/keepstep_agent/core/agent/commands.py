@@ -172,6 +172,13 @@ class Prune(_OfWork):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Ask(_OfWork):
+    """Look whether there is an object at the destination, to see whether the store answers. Ends in Answered."""
+
+    key: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Recall(_OfWork):
     """Read the records of a save that was set aside while the agent started. Ends in Recalled."""
 
@@ -233,6 +240,7 @@ WorkCommand = (
     | Release
     | Abandon
     | Prune
+    | Ask
     | Recall
 )
 Command = WorkCommand | CancelWork | Record | RequestSave | LiftBandwidthCap | CancelTermination | Exit

@@ -12,7 +12,9 @@ from keepstep_agent.core.agent.checkpoint import Checkpoint
 from keepstep_agent.core.agent.commands import Exit
 from keepstep_agent.core.agent.lifecycle import LOST_PHASES
 from keepstep_agent.core.agent.state import State
+from keepstep_agent.core.agent.work import TRANSFERS, Operation
 from keepstep_agent.core.model import Kind, Phase
+from keepstep_agent.core.policies.repeated_deaths import Suspect, is_announcement
 from keepstep_api.names import NOT_DURABLE_EXIT_CODE
 
 _FLOOR_AFTER_SIGTERM_SECONDS: Final = 2.0
@@ -164,7 +166,8 @@ def exit_verdict(state: State) -> Exit | None:
         return None
     # The agent waits for the removal of pins and old objects too, but not beyond the deadline. It does not wait for the
     # transfers of a checkpoint that does not fit.
-    is_tidying = len(state.in_flight) > len(state.transfers) or state.now < _told_until(state)
+    is_busy = any(work.operation not in TRANSFERS and work.operation is not Operation.ASK for work in state.in_flight)
+    is_tidying = is_busy or state.now < _told_until(state)
     return None if is_tidying or _holder(state) is not None else _exit(state)
 
 
@@ -266,12 +269,19 @@ def _exit(state: State) -> Exit:
     newest = {(one.info.is_snapshot, one.info.output_key): one for one in state.checkpoints.values()}
     # Checkpoints of earlier agents count too: the journal keeps the newest one.
     nothing_found = () if newest or not state.termination.nothing_found else (state.termination.nothing_found,)
-    unread = (f"{one.last.title}: {one}" for save, one in state.suspects.items() if save in state.unread)
+    unread = (f"{one.last.title}: {one}" for work, one in state.suspects.items() if _is_not_taken(state, work, one))
     not_stored = (*_unsaved(state), *unread, *state.not_stored, *nothing_found)
     durable = all(checkpoint.durable for checkpoint in newest.values()) and not not_stored
     # Also if only another node's agent has the notice.
     stopped = state.termination.left or any(one.info.kind is Kind.JUST_IN_TIME for one in _last_saves(state))
     return Exit(code=0 if durable else NOT_DURABLE_EXIT_CODE, lost=(*lost, *not_stored), stopped=stopped)
+
+
+def _is_not_taken(state: State, work: str, suspect: Suspect) -> bool:
+    """Whether a suspect is a save that is not read, or an announcement that is not taken, and no newer one came."""
+    newest = state.newest()
+    is_newest = newest is None or newest.announced_at < suspect.noted_at
+    return work in state.unread or (suspect.is_set_aside and is_announcement(work) and is_newest)
 
 
 def _why_not_durable(state: State, checkpoint: Checkpoint) -> str:

@@ -357,6 +357,11 @@ class Pruned(WorkEnded):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Answered(WorkEnded):
+    """The store answers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Recalled(WorkEnded):
     """The records of a save that was set aside while it was read. `events`: what they tell, which is in the journal."""
 
@@ -414,6 +419,7 @@ Event = (
     | OutputLooked
     | SnapshotNoted
     | Pruned
+    | Answered
     | Recalled
     | Survived
     | Ticked

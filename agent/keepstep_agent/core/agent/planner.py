@@ -32,7 +32,7 @@ from keepstep_agent.core.agent.lifecycle import LOST_PHASES
 from keepstep_agent.core.agent.state import State
 from keepstep_agent.core.agent.work import CANCELLABLE, TRANSFERS, Operation, WorkId, work_limit_of
 from keepstep_agent.core.model import Phase
-from keepstep_agent.core.policies.repeated_deaths import PRUNE, Suspect
+from keepstep_agent.core.policies.repeated_deaths import PRUNE, Suspect, is_announcement
 from keepstep_agent.core.stored.object_layout import file_key
 from keepstep_agent.core.stored.packs_and_parts import PACK_BYTES, preferred_part_size
 
@@ -164,6 +164,11 @@ def may_begin(state: State, work: str) -> bool:
     tried = (state.checkpoints.get(save) for save in _tried_now(state))
     is_last = all(one is not None and not _goes_on(one) for one in tried)
     return is_due and is_last and not _has_other_work(state, state.works_set_aside())
+
+
+def may_take_announcement(state: State) -> bool:
+    """Whether an announcement that was set aside may be looked at again."""
+    return any(is_announcement(work) and may_begin(state, work) for work in state.works_set_aside())
 
 
 def _decisions(state: State) -> Iterator[Record]:

@@ -21,6 +21,7 @@ from keepstep_agent.core.agent.events import (
     DURABLE,
     Abandoned,
     Announced,
+    Answered,
     Committed,
     CommitWaits,
     DiskRead,
@@ -229,8 +230,9 @@ def _apply(state: State, event: Event) -> Iterator[Command]:
                 _try_later(state, event.work.save)
             if isinstance(event, Pruned):
                 state.acquit(PRUNE)
-            if found is not None and not isinstance(event, Pruned):
-                yield from _work_ended(state, found, event)
+            if found is not None:
+                if not isinstance(event, Pruned | Answered) and event.work.operation is not Operation.ASK:
+                    yield from _work_ended(state, found, event)
                 state.reindex(found)
 
 
@@ -281,6 +283,7 @@ def _work_ended(
     if event.work.operation is not Operation.CREATE_UPLOAD:
         # Attempts to create an upload keep counting: a store that forgets uploads must not be asked in a hot loop.
         checkpoint.attempts.pop(event.work, None)
+        checkpoint.failed_alone.pop(event.work, None)
     aside = checkpoint.set_aside
     if aside is not None and not isinstance(event, WorkCancelled) and aside.work.is_same_work(event.work):
         state.put_aside(checkpoint, None)

@@ -182,6 +182,8 @@ class State:
     save_requests: SaveRequests = field(default_factory=SaveRequests)
     recent_sizes_bytes: deque[int] = field(default_factory=lambda: deque(maxlen=3))
     storage_error: str = ""
+    # How often the store did what it was asked, less the failures.
+    answers: int = 0
     # Work that was under way when agents died, by save or by its name in `repeated_deaths`.
     suspects: dict[str, Suspect] = field(default_factory=dict)
     # Of these, the saves whose records were not read at the start; each with the sequence that it will have.
@@ -444,7 +446,8 @@ class State:
             self.touched[save] = None
 
     def launch(self, work: WorkId) -> None:
-        self.breaker.begins(work, self.now, ending=self.termination.noticed)
+        if work.operation is not Operation.ASK:
+            self.breaker.begins(work, self.now, ending=self.termination.noticed)
         self.in_flight.add(work)
         self._in_flight_of.setdefault(work.save, set()).add(work)
         if work.operation in TRANSFERS:

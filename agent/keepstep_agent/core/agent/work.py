@@ -32,15 +32,18 @@ class Operation(StrEnum):
     RELEASE = "release"
     ABANDON = "abandon"
     PRUNE = "prune"
+    ASK = "ask"
     # At the next start, it is what was under way as reading is at a start.
     RECALL = READING
 
 
-CANCELLABLE: Final = frozenset({Operation.SEND_PART, Operation.PUT_FILE, Operation.PUT_PACK})
-"""Transfers that send bytes. Cancelling one of the others could leave an upload that the agent does not know."""
+_SENDS_BYTES: Final = frozenset({Operation.SEND_PART, Operation.PUT_FILE, Operation.PUT_PACK})
 
-TRANSFERS: Final = CANCELLABLE | {Operation.CREATE_UPLOAD, Operation.COMPLETE_UPLOAD}
+TRANSFERS: Final = _SENDS_BYTES | {Operation.CREATE_UPLOAD, Operation.COMPLETE_UPLOAD}
 """Work that takes a place in the upload window."""
+
+CANCELLABLE: Final = _SENDS_BYTES | {Operation.ASK}
+"""Work that may be stopped. Cancelling another transfer could leave an upload that the agent does not know."""
 
 STAYS_HERE: Final = frozenset({Operation.STAGE, Operation.CHECK_SENT, Operation.RELEASE, Operation.RECALL})
 """Work on the volume that needs no store."""

@@ -10,12 +10,13 @@ network the parts become smaller instead (`packs_and_parts.py`).
 """
 
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Final
 
 from keepstep_agent.core.agent import upload_queue
 from keepstep_agent.core.agent.checkpoint import Checkpoint, FileProgress, SetAside
 from keepstep_agent.core.agent.circuit_breaker import STORE_WIDE
-from keepstep_agent.core.agent.commands import Command, Record
+from keepstep_agent.core.agent.commands import Ask, Command, Record
 from keepstep_agent.core.agent.events import (
     Event,
     Failed,
@@ -32,6 +33,7 @@ from keepstep_agent.core.agent.work import STAYS_HERE, Operation, WorkId
 from keepstep_agent.core.errors import REFUSALS, ErrorKind, retry_delay_seconds
 from keepstep_agent.core.model import CommitNews
 from keepstep_agent.core.policies.commit_news import receivers_of
+from keepstep_agent.core.stored.object_layout import marker_key
 
 
 def progress_of(checkpoint: Checkpoint, work: WorkId) -> FileProgress:
@@ -120,6 +122,7 @@ def stop_sending(checkpoint: Checkpoint) -> None:
     checkpoint.pending.clear()
     checkpoint.delayed.clear()
     checkpoint.attempts.clear()
+    checkpoint.failed_alone.clear()
 
 
 _WINDOW_CUT_PAUSE_SECONDS: Final = 1.0
@@ -128,7 +131,9 @@ _TIDYING_RETRY_SECONDS: Final = 5.0
 # A second refusal may still be of keys that are being renewed.
 _REFUSALS_BEFORE_SET_ASIDE: Final = 3
 # Errors that pass, but may come with each try for one object. That takes about a minute.
-_OF_ONE_OBJECT: Final = frozenset({ErrorKind.STORE_FAILED, ErrorKind.CORRUPTED_IN_TRANSIT})
+_OF_ONE_OBJECT: Final = frozenset({ErrorKind.STORE_FAILED, ErrorKind.CORRUPTED_IN_TRANSIT, ErrorKind.ALREADY_EXISTS})
+# These tell nothing of the object, unless the store mostly answers otherwise.
+_WITHOUT_ANSWER: Final = frozenset({ErrorKind.UNREACHABLE, ErrorKind.TIMED_OUT})
 _ERRORS_BEFORE_SET_ASIDE: Final = 10
 # Errors that show that the store is available.
 _ANSWERS: Final = frozenset({ErrorKind.THROTTLED, ErrorKind.UPLOAD_LOST})
@@ -138,6 +143,7 @@ def judge_store(state: State, work: WorkId, event: Event) -> None:
     """Tell the circuit breaker how a piece of work ended; narrow the window to 1 when the store becomes unavailable."""
     if work.operation in STAYS_HERE or isinstance(event, WorkCancelled):
         return
+    state.answers += -1 if isinstance(event, WorkFailed) else 1
     if not isinstance(event, WorkFailed) or event.kind in _ANSWERS:
         state.breaker.is_over()
         return
@@ -157,6 +163,7 @@ def reset_backoff(state: State, *, of_failures_only: bool = False) -> None:
         due = checkpoint.attempts.keys() & checkpoint.delayed.keys() if of_failures_only else checkpoint.delayed
         checkpoint.delayed.update(dict.fromkeys(due, state.now))
         checkpoint.attempts.clear()
+        checkpoint.failed_alone.clear()
         state.touched[checkpoint.info.save] = None
 
 
@@ -179,32 +186,65 @@ def work_failed(state: State, checkpoint: Checkpoint, event: WorkFailed) -> Iter
         yield Record(event=Failed(at=state.now, save=work.save, kind=event.kind, reason=event.message, hint=event.hint))
         return
     state.storage_error = f"{event.message} ({event.hint})" if event.hint else event.message
-    if checkpoint.set_aside is None and _is_for_itself(state, event.kind, attempt):
-        path = event.path or work.path
-        state.put_aside(checkpoint, SetAside(at=state.now, work=work, path=path, reason=state.storage_error))
     if event.kind is ErrorKind.THROTTLED and state.now - state.window_cut_at >= _WINDOW_CUT_PAUSE_SECONDS:
         state.window = state.calm_window = max(1.0, state.window / 2)
         state.window_cut_at = state.now
     if is_stale(checkpoint, work):
         return
+    if event.kind in _WITHOUT_ANSWER:
+        yield from _count_alone(state, checkpoint, work)
     # A store may say so of work that has no upload; then it is a failure like others.
     if event.kind is ErrorKind.UPLOAD_LOST and work.upload:
         checkpoint.durable_bytes -= checkpoint.contributions[work.rank].files.lose(work.path)
         upload_queue.withdraw(checkpoint, work)
         work = WorkId(Operation.CREATE_UPLOAD, work.save, work.rank, work.path)
+        _, lost = checkpoint.failed_alone.get(work, (0, 0))
+        checkpoint.failed_alone[work] = state.answers, lost + 1
         attempt = checkpoint.attempts.get(work, 0) + 1
         delay_seconds = retry_delay_seconds(event.kind, attempt, event.jitter) or 0.0
     if state.termination.noticed and event.kind in STORE_WIDE:
         delay_seconds = min(delay_seconds, _LONGEST_RETRY_WHILE_DRAINING_SECONDS)
+    if checkpoint.set_aside is None and _is_for_itself(state, checkpoint, event.kind, work, attempt):
+        path = event.path or work.path
+        state.put_aside(checkpoint, SetAside(at=state.now, work=event.work, path=path, reason=state.storage_error))
     checkpoint.attempts[work] = attempt
     state.delay(checkpoint, work, state.now + delay_seconds)
 
 
-def _is_for_itself(state: State, kind: ErrorKind, attempt: int) -> bool:
+def _count_alone(state: State, checkpoint: Checkpoint, work: WorkId) -> Iterator[Command]:
+    """Count a failure if more other work succeeded than failed since the last one. If there is none, ask the store."""
+    if state.termination.noticed:
+        return
+    # With this failure.
+    answers, failures = checkpoint.failed_alone.get(work, (state.answers + 1, 0))
+    is_alone = state.answers >= answers
+    checkpoint.failed_alone[work] = state.answers, failures + is_alone
+    ask = WorkId(Operation.ASK, work.save)
+    is_known_to_fail = work in checkpoint.attempts and not state.transfers and not _is_untried_left(state, work)
+    if is_known_to_fail and ask not in state.in_flight:
+        state.launch(ask)
+        yield Ask(work=ask, key=marker_key(checkpoint.info))
+
+
+def _is_untried_left(state: State, work: WorkId) -> bool:
+    """Whether work on another object waits for its turn that has not failed yet: it will show what the store does."""
+    return any(
+        other.path != work.path and other not in checkpoint.attempts
+        for checkpoint in state.unfinished.values()
+        if checkpoint.set_aside is None
+        for other in chain(checkpoint.pending, checkpoint.delayed)
+    )
+
+
+def _is_for_itself(state: State, checkpoint: Checkpoint, kind: ErrorKind, work: WorkId, attempt: int) -> bool:
     """Whether work that failed so often fails for a reason of its own, so that others should go before."""
     if kind in REFUSALS:
         return attempt >= _REFUSALS_BEFORE_SET_ASIDE
-    return kind in _OF_ONE_OBJECT and attempt >= _ERRORS_BEFORE_SET_ASIDE and not state.breaker.is_open
+    if kind in _OF_ONE_OBJECT:
+        return attempt >= _ERRORS_BEFORE_SET_ASIDE and not state.breaker.is_open
+    # Before a deadline there is no time for a doubt.
+    _, failures = checkpoint.failed_alone.get(work, (0, 0))
+    return failures >= _ERRORS_BEFORE_SET_ASIDE and not state.termination.noticed
 
 
 def grow_window(state: State) -> None:

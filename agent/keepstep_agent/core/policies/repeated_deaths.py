@@ -7,6 +7,7 @@ none any more. Work that is set aside is tried again last and alone, and then at
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from hashlib import blake2b
 from typing import Annotated, Final
 
 from msgspec import Meta
@@ -21,6 +22,8 @@ JOURNAL: Final = ":journal"
 PRUNE: Final = ":prune"
 OUTPUT_DIRECTORIES: Final = ":output-directories"
 RECORDS: Final = ":records"
+GUESS: Final = ":guess"
+_ANNOUNCEMENT: Final = ":announcement:"
 MEMORY_HINT: Final = "if the agent ran out of memory, raise keepstep.dev/memory"
 
 _FIRST_PAUSE_SECONDS: Final = 30.0
@@ -75,6 +78,15 @@ class Suspect:
         return (
             f"set aside and tried again last: at {self.deaths} deaths in a row this was under way ({self.last.doing})"
         )
+
+
+def announcement_of(path: str) -> str:
+    """Return the work of looking at an announced path, before its files are staged."""
+    return _ANNOUNCEMENT + blake2b(path.encode(), digest_size=8).hexdigest()
+
+
+def is_announcement(work: str) -> bool:
+    return work.startswith(_ANNOUNCEMENT)
 
 
 def after_death(

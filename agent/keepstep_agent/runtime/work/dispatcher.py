@@ -13,8 +13,10 @@ from typing import Final, assert_never
 import structlog
 
 from keepstep_agent.adapters import priority
+from keepstep_agent.catalog.object_reads import if_there
 from keepstep_agent.core.agent.commands import (
     Abandon,
+    Ask,
     CancelTermination,
     CancelWork,
     CheckSent,
@@ -39,6 +41,7 @@ from keepstep_agent.core.agent.commands import (
 )
 from keepstep_agent.core.agent.events import (
     Abandoned,
+    Answered,
     DurableEvent,
     Event,
     Recalled,
@@ -211,6 +214,9 @@ class Dispatcher:
                 return await self._committer.commit(store, command)
             case Prune():
                 return await self._pruner.prune(store, command)
+            case Ask():
+                await if_there(store.head(command.key))
+                return Answered(at=self._clock.now(), work=command.work)
             case _:
                 assert_never(command)
 
