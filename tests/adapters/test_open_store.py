@@ -1,7 +1,9 @@
 """Opening a store: its library and what that reads may lie on a disk that does not answer."""
 
+import errno
 import threading
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 from tests.adapters.s3_faults.store_calls import fails
@@ -23,3 +25,14 @@ async def test_a_store_that_cannot_be_opened_in_time_is_an_error(
         assert "was not opened" in str(error)
     finally:
         answers.set()
+
+
+async def test_a_file_of_the_librarys_that_times_out_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(_: str) -> NoReturn:
+        raise OSError(errno.ETIMEDOUT, "Connection timed out", "/home/user/.aws/config")
+
+    monkeypatch.setattr(open_store, "load_modules", load)
+    error = await fails(
+        ErrorKind.TIMED_OUT, open_store.open_store(StoreSettings(destination=f"file://{tmp_path}")).__aenter__()
+    )
+    assert "/home/user/.aws/config" in str(error)

@@ -159,6 +159,19 @@ def test_a_run_says_that_its_volume_cannot_be_made(bucket: StoreSettings, tmp_pa
     assert hint.startswith("hint: set --volume to a directory")
 
 
+def test_a_run_refuses_a_checkpoint_directory_that_leads_off_the_volume_and_moves_nothing(
+    bucket: StoreSettings, tmp_path: Path
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "volume").mkdir()
+    link = tmp_path / "volume" / "checkpoints"
+    link.symlink_to(tmp_path / "elsewhere")
+    refused = keepstep("run", "--to", bucket.destination, "--volume", tmp_path / "volume", "--", "true")
+    assert refused.returncode == 1
+    assert f"{link} is, or lies below, a link to {tmp_path}/elsewhere" in refused.stderr
+    assert link.is_symlink()
+
+
 @pytest.mark.parametrize(("log_format", "begins"), [("json", "{"), ("console", "2")])
 def test_a_run_logs_in_one_format_from_its_restore_to_its_end(
     bucket: StoreSettings, tmp_path: Path, log_format: str, begins: str

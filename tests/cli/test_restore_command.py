@@ -55,6 +55,15 @@ def test_a_first_restore_makes_the_folder_and_says_so(tmp_path: Path) -> None:
         assert (f"warning: {destination} did not exist" in completed.stderr) == is_first
 
 
+def test_a_volume_of_another_run_is_named_before_a_new_destination_is_made(tmp_path: Path) -> None:
+    volume, first, new = tmp_path / "volume", f"file://{tmp_path}/first", f"file://{tmp_path}/new"
+    assert keepstep("restore", first, "--volume", volume).returncode == 0
+    completed = keepstep("restore", new, "--volume", volume)
+    assert completed.returncode == 1
+    assert f"the volume {volume} belongs to {first}, not to {new}" in completed.stderr
+    assert not (tmp_path / "new").exists()
+
+
 def test_restore_does_not_start_anew_because_a_mount_is_away(tmp_path: Path) -> None:
     mount, volume = tmp_path / "mount", tmp_path / "volume"
     destination = f"file://{mount}/run"

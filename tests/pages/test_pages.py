@@ -21,6 +21,12 @@ PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_every_test_that_a_page_names_by_its_path_exists(page: Path) -> None:
+    named = re.findall(r"`(tests/[\w/.-]+)`", page.read_text())
+    assert [path for path in named if not (ROOT / path).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_every_link_leads_somewhere(page: Path) -> None:
     for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
         target, _, heading = link.partition("#")
@@ -40,8 +46,9 @@ def test_the_index_lists_every_page() -> None:
     assert sorted(page.name for page in pages - listed) == []
 
 
-def test_every_promise_names_a_test_that_exists() -> None:
-    named = set(re.findall(r"`(test_\w+)`", (ROOT / "docs" / "promises.md").read_text()))
+@pytest.mark.parametrize("page", ["promises.md", "threat-model.md"])
+def test_every_promise_names_a_test_that_exists(page: str) -> None:
+    named = set(re.findall(r"`(test_\w+)`", (ROOT / "docs" / page).read_text()))
     existing: set[str] = set()
     for file in (ROOT / "tests").rglob("test_*.py"):
         existing.update(re.findall(r"def (test_\w+)\(", file.read_text()))

@@ -72,7 +72,7 @@ async def test_a_link_in_the_place_of_a_folder_is_never_followed(
     # Nobody knows whose link it is.
     answer = await run(store, volume)
     assert answer is not None
-    assert f"{volume}/out has files that are not of the newest snapshot" in answer.warnings[0]
+    assert f"{volume}/out is not as the newest snapshot has it" in answer.warnings[0]
     # The volume knows of a file there, and another machine has a newer snapshot.
     (volume / "out" / "folder").unlink()
     await run(store, volume)

@@ -144,7 +144,7 @@ async def test_a_directory_whose_files_nobody_knows_is_left_alone(store: FakeSto
     found = await restored(store, volume)
     assert content(volume / "out") == {"ckpt.pt": b"whose?"}
     (warning,) = found.warnings
-    assert f"{volume}/out has files that are not of the newest snapshot (e.g. {volume}/out/ckpt.pt)" in warning
+    assert f"{volume}/out is not as the newest snapshot has it (e.g. {volume}/out/ckpt.pt)" in warning
     assert base_of(volume) == MirrorBase()
     assert "get_into" not in {method for method, _ in store.calls}
     # As the warning says.
@@ -177,6 +177,20 @@ async def test_files_with_the_very_bytes_are_not_fetched_again(store: FakeStore,
     assert (volume / "out" / "ckpt.pt").stat().st_mtime_ns == stored.entries["out/ckpt.pt"].modified_ns
     assert file_key(stored.info, "out/ckpt.pt") not in {key for method, key in store.calls if method == "get_into"}
     assert set(base_of(volume).files) == set(FILES)
+
+
+@pytest.mark.parametrize("kind", ["file", "dangling link"])
+async def test_what_is_no_directory_is_left_alone(store: FakeStore, tmp_path: Path, kind: str) -> None:
+    """A trainer that left it must not end every restore."""
+    place = tmp_path / "out"
+    place.write_bytes(b"whose?") if kind == "file" else place.symlink_to("nowhere")
+    await store_snapshot(store, 1000, FILES)
+    found = await restored(store, tmp_path / "volume", [place])
+    (warning,) = found.warnings
+    assert f"{place} is not as the newest snapshot has it" in warning
+    place.unlink()
+    await restored(store, tmp_path / "volume", [place])
+    assert content(place) == below("out", FILES)
 
 
 async def test_several_directories_are_judged_one_by_one(store: FakeStore, volume: Path, tmp_path: Path) -> None:

@@ -133,6 +133,51 @@ def test_what_is_of_the_wrong_kind_is_moved_aside_and_every_start_goes_on(
     assert (agent.checkpoints / "checkpoint-2" / "model.bin").stat().st_size == 5000
 
 
+@pytest.mark.parametrize("kind", ["file", "link", "dangling link", "fifo"])
+def test_what_is_no_folder_of_the_volume_gives_way_to_the_checkpoint_directory(
+    agent: AgentProcess, tmp_path: Path, kind: str
+) -> None:
+    """A trainer may leave it: the next pod on the volume saves and restores all the same."""
+    elsewhere = write_checkpoint(tmp_path / "elsewhere", {"of-another-run": 1000})
+    save(agent, 1)
+    agent.kill()
+    with spoiled(agent, "checkpoints", kind, elsewhere):
+        done = restore(agent)
+        assert done.returncode == 0, done.stderr
+        assert (agent.checkpoints / "checkpoint-1" / "model.bin").stat().st_size == 5000
+    for old in agent.volume.glob("*.moved-aside-*"):
+        remove(old)
+    with spoiled(agent, "checkpoints", kind, elsewhere):
+        agent.start()
+        save(agent, 2)
+        agent.kill()
+
+
+def test_what_is_above_the_checkpoint_directory_gives_way_too(tmp_path: Path) -> None:
+    volume = tmp_path / "volume"
+    (tmp_path / "bucket").mkdir()
+    agent = AgentProcess(volume, f"file://{tmp_path}/bucket", watch="off", checkpoint_directory=volume / "a" / "b")
+    agent.checkpoints = volume / "a" / "b"
+    make(volume / "a", "file", tmp_path)
+    with agent:
+        save(agent, 1)
+    (moved,) = volume.glob("a.moved-aside-*")
+    assert moved.read_bytes() == b"the user's"
+
+
+def test_a_link_to_another_folder_of_the_volume_stays(agent: AgentProcess) -> None:
+    save(agent, 1)
+    agent.kill()
+    agent.checkpoints.rename(agent.volume / "elsewhere")
+    agent.checkpoints.symlink_to("elsewhere")
+    (agent.volume / "elsewhere" / "checkpoint-1" / "model.bin").unlink()
+    assert restore(agent).returncode == 0
+    agent.start()
+    save(agent, 2)
+    assert agent.checkpoints.is_symlink()
+    assert not agent.log("volume.moved_aside")
+
+
 def test_everything_that_agent_and_restore_leave_on_a_volume_is_in_the_table(agent: AgentProcess) -> None:
     save(agent, 1)
     remove(agent.checkpoints)

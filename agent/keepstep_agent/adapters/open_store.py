@@ -31,11 +31,7 @@ async def open_store(settings: StoreSettings, *, limiter: RateLimiter | None = N
         async with asyncio.timeout(_OPENING_SECONDS):
             store = await asyncio.get_running_loop().run_in_executor(thread, _make, settings, limiter or RateLimiter())
     except TimeoutError as error:
-        raise StoreError(
-            ErrorKind.TIMED_OUT,
-            f"{settings.destination} was not opened within {_OPENING_SECONDS:.0f} s",
-            hint="its library or a file that it reads, such as ~/.aws/config, lies on a disk that does not answer",
-        ) from error
+        raise _late(settings, f"was not opened within {_OPENING_SECONDS:.0f} s") from error
     finally:
         thread.shutdown(wait=False)
     try:
@@ -53,8 +49,20 @@ def load_modules(destination: str) -> None:
 
 
 def _make(settings: StoreSettings, limiter: RateLimiter) -> ObjectStore:
-    load_modules(settings.destination)
-    return _opener(settings.destination)(settings, limiter)
+    try:
+        load_modules(settings.destination)
+        return _opener(settings.destination)(settings, limiter)
+    except TimeoutError as error:
+        # Of a file. A future would forget which.
+        raise _late(settings, f"cannot be opened: {error}") from error
+
+
+def _late(settings: StoreSettings, why: str) -> StoreError:
+    return StoreError(
+        ErrorKind.TIMED_OUT,
+        f"{settings.destination} {why}",
+        hint="its library or a file that it reads, such as ~/.aws/config, lies on a disk that does not answer",
+    )
 
 
 def _opener(destination: str) -> Callable[[StoreSettings, RateLimiter], ObjectStore]:

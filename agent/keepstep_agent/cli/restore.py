@@ -296,6 +296,8 @@ async def _find(store: StoreWriter, destination: str, volume: Path) -> None:
         if error.kind is not ErrorKind.BUCKET_MISSING:
             raise
         if await asyncio.to_thread(identity.owner_of, volume) is not None:
+            # It may be another destination's.
+            await asyncio.to_thread(identity.claim, volume, destination)
             raise StoreError(
                 error.kind,
                 f"{error}, and the volume {volume} was used with it before",

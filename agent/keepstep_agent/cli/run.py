@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from keepstep_agent.adapters.volume.announced_files import resolve_path
 from keepstep_agent.adapters.volume.errors import folder_error
 from keepstep_agent.cli.agent_call import CALL_TIMEOUT_SECONDS, agent_answers, agent_stub
 from keepstep_agent.cli.autoload import autoload_folder, with_autoload
@@ -69,6 +70,8 @@ def run(wants_autoload: bool, take_over: bool, command: tuple[str, ...], **optio
         # Not with the umask, which may let others of the user's group replace what is on it.
         _make_directory(Path(settings.volume), VOLUME_MODE)
         _make_directory(Path(settings.checkpoint_directory))
+        # Where nobody reads the error, the agent moves a link aside that leads off the volume.
+        resolve_path(Path(settings.volume), settings.checkpoint_directory)
 
         def notify(request: agent_pb2.NotifyTerminationRequest) -> None:
             with agent_stub(settings.socket) as stub:

@@ -236,6 +236,9 @@ class OutputFiles:
     def _folder(self, path: str, *, make: bool = False) -> Folder:
         """Open a folder by its path in a snapshot. Raises OSError."""
         root, below = self._output.root_of(path)
+        if root.is_symlink() and not root.exists():
+            # Nothing is missing that restore could make.
+            raise NotADirectoryError(errno.ENOTDIR, "a link to nothing", str(root))
         if make:
             # Only under `keepstep run` it may be missing.
             make_folder(root)

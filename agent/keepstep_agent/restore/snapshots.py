@@ -381,9 +381,9 @@ class _SnapshotRestore:
         selections = [one.selection for one in self._gathered]
         for label, path in self._conflicts().items():
             self._warnings.append(
-                f"{self._output.directories[label]} has files that are not of the newest snapshot "
-                f"(e.g. {self._output.place(path)}): it is left alone; remove them, or the directory, to have the "
-                "snapshot restored"
+                f"{self._output.directories[label]} is not as the newest snapshot has it "
+                f"(e.g. {self._output.place(path)}): it is left alone; remove what is in the way, or the directory, to "
+                "have the snapshot restored"
             )
         if unknown := {label for one in selections for label in one.unknown}:
             self._warnings.append(

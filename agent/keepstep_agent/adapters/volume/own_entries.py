@@ -109,7 +109,7 @@ def move_aside_wrong_kinds(folder: Folder, kinds: Mapping[str, int]) -> None:
                 kept_as=aside,
                 found=_SHOWN.get(found, "a device"),
                 expected=_SHOWN[expected],
-                hint="the name is Keepstep's own: remove what you do not need",
+                hint=f"Keepstep needs {_SHOWN[expected]} of this name: remove what you do not need",
             )
 
 

@@ -9,9 +9,11 @@ only its owner may replace what else is in it, above all the socket.
 import contextlib
 import os
 import stat
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
+from keepstep_agent.adapters.volume.announced_files import resolve_path
 from keepstep_agent.adapters.volume.own_entries import (
     IN_OWN_FOLDER,
     IN_STATE_DIRECTORY,
@@ -19,7 +21,7 @@ from keepstep_agent.adapters.volume.own_entries import (
     move_aside_wrong_kinds,
 )
 from keepstep_agent.adapters.volume.shared_volume import Folder, open_volume, path_in
-from keepstep_agent.core.errors import ErrorKind, VolumeError
+from keepstep_agent.core.errors import ErrorKind, KeepstepError, VolumeError
 from keepstep_api.names import RANKS_DIRECTORY, RECORDS_DIRECTORY, SAVING_DIRECTORY, STATE_DIRECTORY
 
 VOLUME_MODE: Final = 0o755
@@ -61,13 +63,38 @@ def limit_own_folder(volume: Path, *, to_owner: bool) -> None:
 def make_shared_folders(volume: Path, checkpoint_directory: Path) -> None:
     """Make the missing folders. Blocks. Raises nothing: the code that needs a folder reports what is wrong with it."""
     shared = [f"{STATE_DIRECTORY}/{name}" for name in (RECORDS_DIRECTORY, RANKS_DIRECTORY, SAVING_DIRECTORY)]
+    names = []
     if checkpoint_directory.is_relative_to(volume):
-        names = path_in(volume, checkpoint_directory).split("/")
-        shared += ["/".join(names[:depth]) for depth in range(1, len(names) + 1) if names[0]]
+        names = [name for name in path_in(volume, checkpoint_directory).split("/") if name]
+        shared += ["/".join(names[:depth]) for depth in range(1, len(names) + 1)]
     with contextlib.suppress(OSError), open_volume(volume) as root:
         make_own_folder(root).close()
+        with contextlib.suppress(OSError):
+            _clear_way(root, volume, names)
         for path in shared:
             make_shared_folder(root, path)
+
+
+def _clear_way(root: Folder, volume: Path, names: Iterable[str]) -> None:
+    """Move aside the first of nested folders that is none, and no link to one of the volume either."""
+    above = ""
+    for name in names:
+        here = f"{above}/{name}" if above else name
+        if not root.exists(here):
+            return
+        try:
+            found = resolve_path(volume, f"{volume}/{here}")
+            is_folder = not found or stat.S_ISDIR(root.status(found).st_mode)
+        except KeepstepError as error:
+            if error.kind is ErrorKind.VOLUME_UNUSABLE:
+                # That may pass.
+                return
+            is_folder = False
+        if not is_folder:
+            with root.folder(above) as folder:
+                move_aside_wrong_kinds(folder, {name: stat.S_IFDIR})
+            return
+        above = found
 
 
 def make_shared_folder(volume: Folder, path: str) -> None:
