@@ -1,6 +1,8 @@
 """A folder that never ends, or that grows as it is walked: every walk has an end, and says what it left out."""
 
 import os
+import sys
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -69,8 +71,8 @@ def growing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A tree that gets deeper in front of whoever lists it."""
     entries = shared_volume.Folder.entries
 
-    def listed(folder: shared_volume.Folder) -> "list[os.DirEntry[str]]":
-        found = entries(folder)
+    def listed(folder: shared_volume.Folder, most_bytes: int) -> "list[os.DirEntry[str]]":
+        found = entries(folder, most_bytes)
         grow(folder, found)
         return found
 
@@ -93,3 +95,91 @@ def test_an_announcement_of_a_tree_that_grows_is_refused(growing: Path, monkeypa
     monkeypatch.setattr(announced_files, "WALKED_ENTRIES", 100)
     with pytest.raises(KeepstepError, match="more than 100 files and folders"):
         resolve_files(growing, str(growing), ())
+
+
+WIDE = "\U0001f680" + "x" * 200
+"""With one such character, Python takes four bytes for each."""
+
+
+def test_names_that_take_much_memory_end_a_listing_before_the_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = [f"{WIDE}{number}" for number in range(20)]
+    for name in names:
+        (tmp_path / "deep" / name).mkdir(parents=True)
+    (tmp_path / "deep" / names[0] / "file").touch()
+    failed: dict[str, str] = {}
+    # Enough for the folders, and for nothing below them.
+    monkeypatch.setattr(shared_volume, "LISTED_NAMES_BYTES", sum(map(sys.getsizeof, ["deep", *names])))
+    with shared_volume.open_volume(tmp_path) as root:
+        list(root.walk(lambda prefix, error: failed.update({prefix: str(error.strerror)})))
+    assert failed == {f"deep/{names[0]}/": "the names of 1 files are too long to be listed"}
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_an_announcement_with_paths_that_take_much_memory_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: bool
+) -> None:
+    for number in range(20):
+        (tmp_path / f"{WIDE}{number}").touch()
+    files = [f"{WIDE}{number}" for number in range(20)] if named else []
+    assert len(resolve_files(tmp_path, str(tmp_path), files)) == 20
+    monkeypatch.setattr(announced_files, "LISTED_NAMES_BYTES", 10 * sys.getsizeof(WIDE))
+    with pytest.raises(KeepstepError, match="too long") as caught:
+        resolve_files(tmp_path, str(tmp_path), files)
+    assert caught.value.kind is ErrorKind.BAD_REQUEST
+    assert "shorter names" in caught.value.hint
+
+
+def test_links_to_folders_count_with_the_paths_that_they_lead_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / WIDE / WIDE).mkdir(parents=True)
+    (tmp_path / WIDE / WIDE / "file").touch()
+    (tmp_path / "checkpoint").mkdir()
+    for number in range(20):
+        (tmp_path / "checkpoint" / f"{number}").symlink_to(f"../{WIDE}/{WIDE}")
+    assert len(resolve_files(tmp_path, str(tmp_path / "checkpoint"), ())) == 20
+    monkeypatch.setattr(announced_files, "LISTED_NAMES_BYTES", 20 * sys.getsizeof(f"{WIDE}/{WIDE}"))
+    with pytest.raises(KeepstepError, match="links are too long"):
+        resolve_files(tmp_path, str(tmp_path / "checkpoint"), ())
+
+
+def test_the_paths_of_folders_that_wait_their_turn_are_not_kept(tmp_path: Path) -> None:
+    """A folder's path has no limit but that of its levels."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path)
+        for _ in range(20):
+            Path(WIDE).mkdir()
+            patch.chdir(WIDE)
+        for number in range(1_000):
+            Path(f"{number}").mkdir()
+    tracemalloc.start()
+    try:
+        with pytest.raises(KeepstepError, match="has no files"):
+            resolve_files(tmp_path, str(tmp_path), ())
+        assert tracemalloc.get_traced_memory()[1] < 2**22
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_link_into_a_folder_whose_name_is_not_utf_8_is_followed(tmp_path: Path) -> None:
+    strange = tmp_path / os.fsdecode(b"\xff")
+    strange.mkdir()
+    (strange / "model").write_bytes(b"weights")
+    (tmp_path / "checkpoint").mkdir()
+    (tmp_path / "checkpoint" / "model").symlink_to(os.fsdecode(b"../\xff/model"))
+    found = resolve_files(tmp_path, str(tmp_path / "checkpoint"), ())
+    assert list(found.sources) == [os.fsdecode(b"\xff/model")]
+
+
+def test_files_that_lie_elsewhere_count_with_both_their_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "checkpoint").mkdir()
+    for number in range(20):
+        (tmp_path / f"{number}").touch()
+        (tmp_path / "checkpoint" / f"{WIDE}{number}").symlink_to(f"../{number}")
+    found = resolve_files(tmp_path, str(tmp_path / "checkpoint"), ())
+    assert sorted(found.sources) == sorted(map(str, range(20)))
+    monkeypatch.setattr(announced_files, "LISTED_NAMES_BYTES", 20 * sys.getsizeof(f"{WIDE}00"))
+    with pytest.raises(KeepstepError, match="too long"):
+        resolve_files(tmp_path, str(tmp_path / "checkpoint"), ())

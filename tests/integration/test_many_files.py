@@ -33,11 +33,11 @@ def memory(request: pytest.FixtureRequest) -> Iterator[ControlGroup]:
         pytest.skip(str(reason))
 
 
-def write_files(checkpoint: Path, count: int) -> Path:
+def write_files(checkpoint: Path, count: int, suffix: str = ".bin") -> Path:
     """In one folder: that takes the most memory where a folder is looked through."""
     (folder := checkpoint / "samples").mkdir(parents=True)
     for number in range(count):
-        (folder / f"{number:06d}.bin").write_bytes(b"%d" % number * 40)
+        (folder / f"{number:06d}{suffix}").write_bytes(b"%d" % number * 40)
     return checkpoint
 
 
@@ -90,10 +90,16 @@ def test_an_output_directory_of_a_hundred_thousand_files_is_stored_twice_and_res
     try:
         agent.wait_serving()
         wait_until(lambda: stored_files(agent) == FILES_PER_RANK - 1, 4 * HANG_SECONDS, "all files are stored")
+        # The next one looks at all of them too.
+        agent.kill()
+        with memory.inside():
+            agent.start(wait=False)
+        agent.wait_serving()
         (output / "last.bin").write_bytes(b"last")
         wait_until(lambda: stored_files(agent) == FILES_PER_RANK, 4 * HANG_SECONDS, "the last file is stored too")
     finally:
         agent.kill()
+    assert memory.out_of_memory_kills() == 0
     again = tmp_path / "again" / "out"
     restore(memory, destination, f"--volume={again.parent}", f"--watch={again}")
     assert (again / "last.bin").read_bytes() == b"last"
@@ -104,6 +110,28 @@ def stored_files(agent: AgentProcess) -> int:
     """How many files the newest committed snapshot has; 0 if there is none."""
     taken = {line["save"]: line["sent"] + line["kept"] for line in agent.log("snapshot.taken")}
     return max((taken.get(line["save"], 0) for line in agent.log("checkpoint.committed")), default=0)
+
+
+@pytest.mark.parametrize("memory", [MEMORY_BYTES], indirect=True)
+def test_names_that_take_much_memory_are_refused_and_end_no_agent(memory: ControlGroup, tmp_path: Path) -> None:
+    output = tmp_path / "volume" / "out"
+    agent = AgentProcess(tmp_path / "volume", f"file://{tmp_path}/destination", warm=False, watch=str(output))
+    # With one wide character, Python takes four bytes for each.
+    write_files(output, FILES_PER_RANK, f"\U0001f680{'x' * 240}")
+    few = write_files(agent.checkpoints / "checkpoint-2", FEWER_FILES)
+    with memory.inside():
+        agent.start(wait=False)
+    try:
+        agent.wait_serving()
+        with pytest.raises(grpc.RpcError, match="too long"):
+            announce(agent, output)
+        wait_until(
+            lambda: any("too long" in line for line in agent.status().not_stored), HANG_SECONDS, "the folder is named"
+        )
+        agent.wait_committed(announce(agent, few), HANG_SECONDS)
+    finally:
+        agent.kill()
+    assert memory.out_of_memory_kills() == 0
 
 
 @pytest.mark.parametrize("memory", [LITTLE_MEMORY_BYTES], indirect=True)

@@ -137,3 +137,25 @@ def test_a_checkpoint_that_killed_two_restores_gives_way_to_the_one_before(
     assert (volume / "checkpoints" / "checkpoint-1" / "model").exists()
     assert not (volume / "checkpoints" / "checkpoint-2").exists()
     assert "keepstep.dev/memory" in said.stderr
+
+
+def test_what_an_agent_fetches_before_it_is_asked_and_dies_of_is_not_fetched_again(
+    agent_of: Callable[..., AgentProcess], fault_proxy: FaultProxy, rclone_bucket: Bucket, tmp_path: Path
+) -> None:
+    with agent_of() as agent:
+        agent.wait_committed(_announce(agent, 1, _SAVE))
+    fault_proxy.add(Rule(name=_SAVE, fault=Fault.BLACKHOLE, method="GET", target=f"/{_SAVE}/model", times=-1))
+    with AgentProcess(
+        tmp_path / "new", rclone_bucket.destination, endpoint_url=fault_proxy.endpoint_url, restore="lazy"
+    ) as pod:
+        hits = 0
+        for _ in range(2):
+            wait_until(partial(_is_hit_after, fault_proxy, hits), HANG_SECONDS, "a file is fetched")
+            pod.kill()
+            hits = fault_proxy.hits(_SAVE)
+            pod.start()
+        (aside,) = pod.log("work.set_aside")
+        assert (aside["work"], aside["deaths"]) == (":guess", 2)
+        pod.wait_committed(_announce(pod, 2, "second"))
+        assert fault_proxy.hits(_SAVE) == hits
+        assert pod.status().set_aside

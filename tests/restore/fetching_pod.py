@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -16,7 +16,7 @@ from keepstep_agent.core.model import SaveInfo
 from keepstep_agent.core.settings.values import Settings, StoreSettings
 from keepstep_agent.ports import ObjectStore
 from keepstep_agent.restore.partial_copy import FileRange
-from keepstep_agent.runtime.work.fetches import Fetches, FetchProgress
+from keepstep_agent.runtime.work.fetches import Fetches, FetchProgress, Guessing
 
 
 class Pod:
@@ -36,7 +36,13 @@ class Pod:
 
 @asynccontextmanager
 async def pod(
-    store: ObjectStore, volume: Path, *, mode: str = "whole", place: str = "", node_rank: int = 0
+    store: ObjectStore,
+    volume: Path,
+    *,
+    mode: str = "whole",
+    place: str = "",
+    node_rank: int = 0,
+    guessing: Guessing | None = nullcontext,
 ) -> AsyncIterator[Pod]:
     settings = Settings(
         volume=str(volume),
@@ -54,7 +60,7 @@ async def pod(
 
     volume.mkdir(exist_ok=True)  # noqa: ASYNC240 - a local disk
     with ThreadPoolExecutor(1) as disk:
-        fetches = Fetches(store=cast(Any, SimpleNamespace(get=get)), settings=settings, disk=disk, guesses=True)
+        fetches = Fetches(store=cast(Any, SimpleNamespace(get=get)), settings=settings, disk=disk, guessing=guessing)
         running = asyncio.create_task(fetches.run())
         try:
             yield Pod(store, volume, fetches)

@@ -1,6 +1,8 @@
 """What an agent fetches before anybody asks for it."""
 
 import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -53,6 +55,31 @@ async def test_a_program_that_begins_anew_without_asking_is_told_so(asks: bool, 
     assert [line["event"] for line in logs if line["log_level"] == "warning"] == (
         [] if asks else ["restore.nobody_asked"]
     )
+
+
+async def test_a_guess_is_noted_while_it_is_made(store: FakeStore, volume: Path) -> None:
+    """Nobody asks for it, so one that kills the agent must be known to the next."""
+    noted: list[str] = []
+
+    @contextmanager
+    def guessing() -> Iterator[None]:
+        noted.append("begins")
+        yield
+        noted.append(f"ends after {len(fetched(store))} reads")
+
+    await store_checkpoint(store, 100)
+    async with pod(store, volume, mode="lazy", guessing=guessing):
+        await until(lambda: len(noted) == 2)
+    assert noted == ["begins", f"ends after {len(fetched(store))} reads"]
+    assert set(fetched(store)) == {"model-0.safetensors", "state-0.pt", "rng_state_0.pth"}
+
+
+async def test_a_guess_that_killed_two_agents_is_not_made(store: FakeStore, volume: Path) -> None:
+    info = await store_checkpoint(store, 100)
+    async with pod(store, volume, mode="lazy", guessing=None) as one:
+        await one.offered()
+        assert fetched(store) == []
+        assert on_disk((await one.fetch(info)).path) == all_files(100)
 
 
 async def test_a_piece_that_is_on_its_way_is_not_fetched_again(store: FakeStore, volume: Path) -> None:

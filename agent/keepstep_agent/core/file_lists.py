@@ -8,7 +8,7 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Annotated, Final, TypeVar, overload
 
 from msgspec import Meta
@@ -73,6 +73,13 @@ class PathList(Columns[str]):
             text += path.encode()
             ends.append(len(text))
         self._text, self._ends, self.prefix = bytes(text), ends, prefix
+
+    @classmethod
+    def encoded(cls, paths: Sequence[bytes]) -> "PathList":
+        """Return these paths, which are UTF-8."""
+        found = cls()
+        found._text, found._ends = b"".join(paths), array("I", accumulate(map(len, paths)))
+        return found
 
     def __len__(self) -> int:
         return len(self._ends)

@@ -31,6 +31,9 @@ PATH_LEVELS: Final = 64
 """Names in a file's path within a checkpoint. Code that walks the folders has each of them open meanwhile."""
 FOLDER_ENTRIES: Final = 250_000
 """Names in one folder. Its listing is in memory, 45 MB at this length."""
+LISTED_NAMES_BYTES: Final = 48 * 1024**2
+"""The names of one listing, as Python has them: one wide character makes each other one of its name as wide. Also the
+paths of one announcement. Enough for `FILES_PER_RANK` names of 255 bytes or paths of 400, without such a character."""
 WALKED_ENTRIES: Final = 2_000_000
 """Files and folders that one walk looks at. A tree may grow faster than it is walked."""
 TEXT_CHARACTERS: Final = 1_024

@@ -41,9 +41,7 @@ class Candidates:
         """`note`: of what is restored, so that what killed two restores in a row is tried last."""
         self.failures: dict[str, str] = {}
         self._note = note
-        self._tried_last = (
-            {} if note is None else {save: one for save, one in note.suspects.items() if one.is_set_aside}
-        )
+        self._tried_last = {} if note is None else note.set_aside
         self._store = store
         self._relist = relist
 

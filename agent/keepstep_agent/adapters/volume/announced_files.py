@@ -7,8 +7,10 @@ all. For speed, paths are strings, and what a folder's listing tells is not aske
 thousand files.
 """
 
+import errno
 import os
 import stat
+import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
@@ -19,7 +21,7 @@ from keepstep_agent.adapters.volume.errors import volume_error
 from keepstep_agent.adapters.volume.shared_volume import Folder, open_volume
 from keepstep_agent.core.errors import ErrorKind, KeepstepError, RequestError, VolumeError
 from keepstep_agent.core.file_lists import PathList
-from keepstep_agent.core.limits import FILES_PER_RANK, PATH_BYTES, PATH_LEVELS, WALKED_ENTRIES
+from keepstep_agent.core.limits import FILES_PER_RANK, LISTED_NAMES_BYTES, PATH_BYTES, PATH_LEVELS, WALKED_ENTRIES
 from keepstep_agent.core.stored.object_layout import check_directory, check_file_path
 from keepstep_api.names import STATE_DIRECTORY
 
@@ -85,16 +87,25 @@ class AnnouncedFiles:
     def __init__(self, folder: str, files: Iterable[tuple[str, str]]) -> None:
         """`files`: each path in the checkpoint, and where it lies below the volume: mostly at the same in `folder`.
 
-        Raises RequestError for a name that cannot be stored.
+        Raises RequestError for a name that cannot be stored, and if all paths take more than `LISTED_NAMES_BYTES`.
         """
         self._folder = folder
-        self._elsewhere: dict[str, str] = {}
+        self._elsewhere: dict[bytes, bytes] = {}
         paths = []
+        left_bytes = LISTED_NAMES_BYTES
         for path, source in files:
-            paths.append(check_file_path(path))
+            paths.append(check_file_path(path).encode())
+            left_bytes -= sys.getsizeof(path)
             if source != self._in_folder(path):
-                self._elsewhere[path] = source
-        self.paths = PathList(sorted(paths))
+                self._elsewhere[paths[-1]] = os.fsencode(source)
+                left_bytes -= sys.getsizeof(source)
+            if left_bytes < 0:
+                raise RequestError(
+                    ErrorKind.BAD_REQUEST,
+                    f"the paths of the first {len(paths):,} files in {folder or 'the volume'} are too long together",
+                    hint=f"write fewer and larger files, or give them shorter names: {path[:_SHOWN_CHARACTERS]}",
+                )
+        self.paths = PathList.encoded(sorted(paths))
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -110,7 +121,8 @@ class AnnouncedFiles:
 
     def source(self, path: str) -> str:
         """Return where the file of a path lies below the volume."""
-        return self._elsewhere.get(path) or self._in_folder(path)
+        elsewhere = self._elsewhere.get(path.encode()) if self._elsewhere else None
+        return os.fsdecode(elsewhere) if elsewhere else self._in_folder(path)
 
     def _in_folder(self, path: str) -> str:
         return f"{self._folder}/{path}" if self._folder else path
@@ -166,7 +178,7 @@ class _Resolver:
             for path in dict.fromkeys(files):
                 yield path, self._named(announced, path)
         else:
-            yield from self._walk(found, announced, "", (found,))
+            yield from self._walk(found, announced, "", (found,), LISTED_NAMES_BYTES)
 
     def resolve(self, path: str) -> str:
         """Return where below the volume an absolute path leads; empty for the volume itself."""
@@ -238,8 +250,13 @@ class _Resolver:
             found = self.resolve(f"{announced}/{path}")
         return self._regular(found, f"{announced}/{path}")
 
-    def _walk(self, found: str, named: str, prefix: str, ancestors: tuple[str, ...]) -> Iterator[tuple[str, str]]:
-        """Yield every file below the folder `found`. `ancestors` are the folders that lead to it; it is the last."""
+    def _walk(
+        self, found: str, named: str, prefix: str, ancestors: tuple[str, ...], most_bytes: int
+    ) -> Iterator[tuple[str, str]]:
+        """Yield every file below the folder `found`. `ancestors` are the folders that lead to it; it is the last.
+
+        `most_bytes`: of the names in it, as in `Folder.entries`.
+        """
         if len(ancestors) > PATH_LEVELS:
             shown = named if len(named) <= _SHOWN_CHARACTERS else f"{named[:_SHOWN_CHARACTERS]}…"
             raise RequestError(
@@ -248,8 +265,10 @@ class _Resolver:
                 hint="use fewer nested folders",
             )
         inside = f"{found}/" if found else ""
+        # A link leads to a path of its own.
+        folders, links = [], dict[str, str]()
         with self._root.folder(found) as folder:
-            entries = folder.entries()
+            entries = folder.entries(most_bytes)
             self._walked_entries += 1 + len(entries)
             if self._walked_entries > WALKED_ENTRIES:
                 raise RequestError(
@@ -262,7 +281,8 @@ class _Resolver:
                 if entry.is_file(follow_symlinks=False):
                     yield prefix + entry.name, path
                     continue
-                if entry.is_symlink() or path == STATE_DIRECTORY:
+                is_elsewhere = entry.is_symlink() or path == STATE_DIRECTORY
+                if is_elsewhere:
                     path = self.resolve(f"{self._starts[0]}/{path}")
                 if path and not stat.S_ISDIR(self._root.status(path).st_mode):
                     yield prefix + entry.name, self._regular(path, shown)
@@ -273,7 +293,17 @@ class _Resolver:
                         f"{shown} is a link to {self._volume}/{path}, the directory that contains it",
                         hint="remove the link: it would make the checkpoint endless",
                     )
-                yield from self._walk(path, shown, f"{prefix}{entry.name}/", (*ancestors, path))
+                folders.append(entry.name)
+                most_bytes -= sys.getsizeof(entry.name)
+                if is_elsewhere:
+                    links[entry.name] = path
+                    most_bytes -= sys.getsizeof(path)
+                    if most_bytes < 0:
+                        raise OSError(errno.EOVERFLOW, f"the paths of {len(links):,} links are too long")
+            del entries
+        for name in folders:
+            path = links.get(name) or inside + name
+            yield from self._walk(path, f"{named}/{name}", f"{prefix}{name}/", (*ancestors, path), most_bytes)
 
     def _regular(self, found: str, named: str) -> str:
         mode = self._root.status(found).st_mode

@@ -32,7 +32,9 @@ def folder_error(error: OSError, what: str) -> VolumeError:
             hint="make room: raise the emptyDir's sizeLimit, or keep fewer checkpoints on disk",
         )
     if error.errno == errno.EOVERFLOW:
-        return VolumeError(ErrorKind.BAD_REQUEST, message, hint="write fewer and larger files")
+        return VolumeError(
+            ErrorKind.BAD_REQUEST, message, hint="write fewer and larger files, or give them shorter names"
+        )
     if error.errno in _NO_FOLDER:
         return VolumeError(
             ErrorKind.VOLUME_UNUSABLE, message, hint="set --volume to a directory, or where one can be created"

@@ -1,5 +1,6 @@
 """Refuses what would not fit into memory beside all that is pinned already."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from threading import Lock
 from typing import Final
@@ -44,25 +45,12 @@ class MemoryRoom:
         """
         with self._lock:
             shares = {**self._shares, folder: share}
-            save = _save_of(folder)
-            own = [one for place, one in shares.items() if _save_of(place) == save]
-            others = [one for place, one in shares.items() if _save_of(place) != save]
-            files = sum(one.files for one in own)
-            error = shortage(
-                what,
-                memory_limit_bytes(),
-                files=files,
-                manifests_bytes=[sum(one.size_bytes for one in own)],
-                beside_bytes=sum(held_bytes(files=one.files, manifest_bytes=one.size_bytes) for one in others)
-                + sum(one.watched_bytes for one in own),
-            )
-            if error is None:
-                self._shares = shares
-                return
-        beside = f" beside {sum(one.files for one in others):,} of other saves" if others else ""
-        raise RequestError(
-            ErrorKind.BAD_REQUEST, f"{files:,} files are too many here{beside}: {error}", hint=error.hint
-        )
+            _check(shares, _save_of(folder), what)
+            self._shares = shares
+
+    def check_alone(self, share: ManifestShare, what: str) -> None:
+        """As `take`, as if nothing else were pinned, and without counting it."""
+        _check({"": share}, "", what)
 
     def note(self, folder: str, share: ManifestShare) -> None:
         """Count what is pinned in a folder already."""
@@ -75,6 +63,24 @@ class MemoryRoom:
             self._shares = {
                 place: share for place, share in self._shares.items() if folder not in (place, _save_of(place))
             }
+
+
+def _check(shares: Mapping[str, ManifestShare], save: str, what: str) -> None:
+    own = [one for place, one in shares.items() if _save_of(place) == save]
+    others = [one for place, one in shares.items() if _save_of(place) != save]
+    files = sum(one.files for one in own)
+    error = shortage(
+        what,
+        memory_limit_bytes(),
+        files=files,
+        manifests_bytes=[sum(one.size_bytes for one in own)],
+        beside_bytes=sum(held_bytes(files=one.files, manifest_bytes=one.size_bytes) for one in others)
+        + sum(one.watched_bytes for one in own),
+    )
+    if error is None:
+        return
+    beside = f" beside {sum(one.files for one in others):,} of other saves" if others else ""
+    raise RequestError(ErrorKind.BAD_REQUEST, f"{files:,} files are too many here{beside}: {error}", hint=error.hint)
 
 
 def _save_of(folder: str) -> str:

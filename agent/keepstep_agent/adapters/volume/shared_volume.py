@@ -13,13 +13,13 @@ import errno
 import os
 import secrets
 import stat
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from itertools import islice
 from pathlib import Path
 from typing import Final, Self
 
-from keepstep_agent.core.limits import FOLDER_ENTRIES, PATH_LEVELS, WALKED_ENTRIES
+from keepstep_agent.core.limits import FOLDER_ENTRIES, LISTED_NAMES_BYTES, PATH_LEVELS, WALKED_ENTRIES
 from keepstep_agent.core.model import Fingerprint
 
 PARTIAL_SUFFIX: Final = ".partial"
@@ -140,29 +140,36 @@ class Folder:
             return False
         return True
 
-    def entries(self) -> list["os.DirEntry[str]"]:
+    def entries(self, most_bytes: int = LISTED_NAMES_BYTES) -> list["os.DirEntry[str]"]:
         """Return the entries, sorted by name. Query them while the folder is open, and never follow links.
 
         For the status of many, ask `status_of`: an entry keeps its own, a kilobyte, as long as it lives. Raises
-        EOVERFLOW if there are more than `FOLDER_ENTRIES`: a listing need not end.
+        EOVERFLOW if there are more than `FOLDER_ENTRIES`, or their names take more than `most_bytes` of memory: a
+        listing need not end.
         """
+        found: list[os.DirEntry[str]] = []
         with os.scandir(self.descriptor) as entries:
-            found = sorted(islice(entries, FOLDER_ENTRIES + 1), key=lambda entry: entry.name)
-        if len(found) > FOLDER_ENTRIES:
-            raise OSError(errno.EOVERFLOW, f"more than {FOLDER_ENTRIES:,} files in one folder")
-        return found
+            for entry in entries:
+                found.append(entry)
+                most_bytes -= sys.getsizeof(entry.name)
+                if len(found) > FOLDER_ENTRIES:
+                    raise OSError(errno.EOVERFLOW, f"more than {FOLDER_ENTRIES:,} files in one folder")
+                if most_bytes < 0:
+                    raise OSError(errno.EOVERFLOW, f"the names of {len(found):,} files are too long to be listed")
+        return sorted(found, key=lambda entry: entry.name)
 
     def walk(
         self, on_error: Callable[[str, OSError], None] | None = None
     ) -> Iterator[tuple[str, "Folder", list["os.DirEntry[str]"]]]:
         """Yield, for each folder from here down, the prefix of its entries' paths, the folder and its entries.
 
-        A folder is open until the walk is past it and all below it. Links are entries like files. A folder that cannot
-        be listed, or is more than `PATH_LEVELS` levels below this one, is passed to `on_error` by its prefix; without
-        `on_error` it raises. So is this one, by an empty prefix, if the walk ends at `WALKED_ENTRIES`.
+        A folder is open until the walk is past it and all below it. Then the list of its entries is empty. Links are
+        entries like files. A folder that cannot be listed, or is more than `PATH_LEVELS` levels below this one, is
+        passed to `on_error` by its prefix; without `on_error` it raises. So is this one, by an empty prefix, if the
+        walk ends at `WALKED_ENTRIES`.
         """
         counted = 0
-        for prefix, folder, entries in self._walk(on_error, "", PATH_LEVELS):
+        for prefix, folder, entries in self._walk(on_error, "", PATH_LEVELS, LISTED_NAMES_BYTES):
             counted += 1 + len(entries)
             if counted > WALKED_ENTRIES:
                 error = OSError(errno.EOVERFLOW, f"more than {WALKED_ENTRIES:,} files and folders")
@@ -173,10 +180,10 @@ class Folder:
             yield prefix, folder, entries
 
     def _walk(
-        self, on_error: Callable[[str, OSError], None] | None, prefix: str, depth: int
+        self, on_error: Callable[[str, OSError], None] | None, prefix: str, depth: int, most_bytes: int
     ) -> Iterator[tuple[str, "Folder", list["os.DirEntry[str]"]]]:
         try:
-            entries = self.entries()
+            entries = self.entries(most_bytes)
             if not depth:
                 raise OSError(errno.ENAMETOOLONG, f"more than {PATH_LEVELS} nested folders", prefix)
         except OSError as error:
@@ -184,20 +191,22 @@ class Folder:
                 raise
             on_error(prefix, error)
             return
+        names = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
         yield prefix, self, entries
-        for entry in entries:
-            if not entry.is_dir(follow_symlinks=False):
-                continue
-            below = f"{prefix}{entry.name}/"
+        # Beside the listings below only the names of folders are kept, whoever has the list.
+        entries.clear()
+        most_bytes -= sum(map(sys.getsizeof, names))
+        for name in names:
+            below = f"{prefix}{name}/"
             try:
-                folder = self._enter(entry.name)
+                folder = self._enter(name)
             except OSError as error:
                 if on_error is None:
                     raise
                 on_error(below, error)
                 continue
             with folder:
-                yield from folder._walk(on_error, below, depth - 1)
+                yield from folder._walk(on_error, below, depth - 1, most_bytes)
 
     def shown(self, path: str) -> str:
         """Return the absolute path of an entry, for a message."""

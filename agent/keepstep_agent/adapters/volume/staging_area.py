@@ -78,9 +78,11 @@ class LocalStagingArea:
 
     def make_durable(self, path: str, files: Sequence[str]) -> None:
         try:
-            found = resolve_files(self._volume, path, files).sources
+            announced = resolve_files(self._volume, path, files)
+            self._room.check_alone(_share_of(announced.paths, len(announced)), path)
         except KeepstepError:
             return  # staging reports what is wrong
+        found = announced.sources
         folders = {folder_of(file) for file in found}
         # Their parents hold the names of the folders themselves.
         folders |= {folder_of(folder) for folder in folders}

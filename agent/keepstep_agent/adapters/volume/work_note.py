@@ -70,6 +70,11 @@ class WorkNote:
         self.write({}, self.suspects)
 
     @property
+    def set_aside(self) -> dict[str, Suspect]:
+        """What is tried last, because it was under way at several deaths in a row."""
+        return {work: one for work, one in self.suspects.items() if one.is_set_aside}
+
+    @property
     def left_out(self) -> Collection[str]:
         """The saves and the journal that are not read at this start, because that killed those before it."""
         return [work for work, one in self.suspects.items() if one.is_unread]
@@ -175,9 +180,19 @@ def _opened(folder: Folder, name: str) -> int:
 
 
 def _page(note: _Note) -> bytes:
-    """Encode the note in one page, without the work that has no room: it is written in order of suspicion."""
-    while len(body := msgspec.json.encode(note)) > _PAGE_BYTES:
-        longer = note.under_way if len(note.under_way) > len(note.suspects) else note.suspects
-        least = min(longer, key=lambda work: note.suspects[work].deaths if work in note.suspects else 0)
-        del longer[least]
+    """Encode the note in one page, without the work that has no room: the least suspect is left out."""
+    body = msgspec.json.encode(note)
+    if len(body) > _PAGE_BYTES:
+
+        def deaths(work: str) -> int:
+            return note.suspects[work].deaths if work in note.suspects else 0
+
+        under_way, suspects = (sorted(works, key=deaths, reverse=True) for works in (note.under_way, note.suspects))
+        excess = len(body) - _PAGE_BYTES
+        while excess > 0:
+            longer, order = (note.under_way, under_way) if len(under_way) > len(suspects) else (note.suspects, suspects)
+            work = order.pop()
+            # Without the braces, and with the comma before the next one.
+            excess -= len(msgspec.json.encode({work: longer.pop(work)})) - 1
+        body = msgspec.json.encode(note)
     return body.ljust(_PAGE_BYTES)

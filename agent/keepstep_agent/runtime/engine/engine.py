@@ -6,6 +6,7 @@ store and from the staged directories. Meanwhile it refuses announcements and ke
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from contextlib import contextmanager
@@ -98,7 +99,11 @@ class Engine:
         self._compact_after_records = _RECORDS_BEFORE_COMPACTION
         self.revision = 0
         self._note = note
+        if note is not None:
+            # Calls are served before the first turn.
+            state.suspects = dict(note.suspects)
         self._other_work: dict[str, Task] = {}
+        self._doers: Counter[str] = Counter()
 
     def post(self, event: Event) -> None:
         """Queue an event; return at once."""
@@ -155,16 +160,29 @@ class Engine:
         await self._append([encode_event(last)], now=True)
 
     @contextmanager
-    def doing(self, work: str, title: str) -> Iterator[None]:
-        """Note, while the context is, that work is done which belongs to no save, as `repeated_deaths` names it."""
-        self._other_work[work] = Task(doing=title, title=title)
+    def doing(self, work: str, title: str, doing: str = "") -> Iterator[None]:
+        """Note, while the context is, that work is done which belongs to no save, as `repeated_deaths` names it.
+
+        Several may do the same. `doing`: by default the title says it. Work that is cancelled has not shown that it is
+        harmless: its thread may go on.
+        """
+        has_ended = False
+        self._other_work[work] = Task(doing=doing or title, title=title)
+        self._doers[work] += 1
         self._note_work()
         try:
             yield
+            has_ended = True
+        except Exception:
+            has_ended = True
+            raise
         finally:
-            del self._other_work[work]
+            self._doers[work] -= 1
+            is_last = not self._doers[work]
+            if is_last:
+                del self._other_work[work], self._doers[work]
             self._note_work()
-            if work in self.state.suspects:
+            if is_last and has_ended and work in self.state.suspects:
                 self.post(Survived(at=self._clock.now(), suspect=work))
 
     def _note_work(self) -> None:

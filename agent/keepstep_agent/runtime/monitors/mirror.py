@@ -271,8 +271,9 @@ class Mirror:
         now = time.monotonic()
         waiting_since = now if decision.waiting_since is None else max(decision.waiting_since, self._taken_at)
         is_late = now - waiting_since >= DUE_SECONDS
-        if decision.left_out.keys() != self._named and (is_late or not decision.left_out):
-            self._named = frozenset(decision.left_out)
+        unfit = decision.left_out.keys() | scan.problems.keys()
+        if unfit != self._named and (is_late or not decision.left_out):
+            self._named = frozenset(unfit)
             await self._note_not_stored(await self._plan(scan, decision))
         if decision.due and self._snapshots.on_their_way and now - max(self._taken_at, self._slow_at) >= _WARN_SECONDS:
             self._slow_at = now
@@ -408,7 +409,7 @@ class Mirror:
         await self._snapshots.add(event.info.save, plan, scan)
         await self._engine.submit(event, lambda state: _checked(state, event))
         self._taken_at, self._left_out = time.monotonic(), frozenset(decision.left_out)
-        self._named = self._left_out
+        self._named = self._left_out | scan.problems.keys()
         self._has_sent_data |= has_data
         assert self._history is not None
         self._history.taken()

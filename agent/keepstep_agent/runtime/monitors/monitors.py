@@ -13,7 +13,7 @@ import structlog
 
 from keepstep_agent.adapters.liveness import RankLocks
 from keepstep_agent.adapters.volume.disk import RESERVE_BYTES, Reserve, VolumeMeter
-from keepstep_agent.core.agent import disk_pressure, drain
+from keepstep_agent.core.agent import disk_pressure, drain, planner
 from keepstep_agent.core.agent.checkpoint import Checkpoint
 from keepstep_agent.core.agent.disk_pressure import Admission
 from keepstep_agent.core.agent.events import DiskRead, RanksSeen, StopRequested, TerminationNoticed
@@ -157,7 +157,8 @@ class Monitors:
     async def watch_unannounced(self) -> None:
         """Announce what clients saved and no agent took: at the start, and whenever the last client is gone.
 
-        Also every half minute while a rank lives that has not registered: its image may lack gRPC.
+        Also every half minute while a rank lives that has not registered, because its image may lack gRPC, and when
+        something may be tried again that was refused because it had killed agents.
 
         Runs until cancelled, apart from `watch_ranks`: the store is still being opened at the start, and asking it may
         take long.
@@ -168,14 +169,14 @@ class Monitors:
             await self._clients_gone_or_silent()
 
     async def _clients_gone_or_silent(self) -> None:
-        """Return when the last client is gone, or after a while if a live rank has not registered: it has no gRPC."""
+        """Return when the last client is gone, or after a while if there may be records that nobody announces."""
         while True:
             with suppress(TimeoutError):
                 async with asyncio.timeout(_SILENT_SECONDS):
                     await self._clients_gone.wait()
                     return
             state = self._engine.state
-            if any(rank not in state.ranks for rank in state.alive_ranks):
+            if any(rank not in state.ranks for rank in state.alive_ranks) or planner.may_take_announcement(state):
                 return
 
     async def watch_disk(self) -> None:

@@ -29,6 +29,7 @@ from keepstep_agent.core.agent import drain
 from keepstep_agent.core.agent.commands import Command, Exit
 from keepstep_agent.core.agent.events import DurableEvent, Exited, Started
 from keepstep_agent.core.errors import KeepstepError
+from keepstep_agent.core.policies.repeated_deaths import GUESS
 from keepstep_agent.core.policies.run_exit import Drained
 from keepstep_agent.core.settings.values import Settings
 from keepstep_agent.ports import Clock
@@ -227,12 +228,14 @@ async def run_agent(settings: Settings, *, fresh: bool = False, parent_pid: int 
                 executor, pod_id, volume, Path(settings.state_directory)
             )
             draining = DrainingNotice(store=store, clock=clock, settings=settings, pod=pod)
-        # An agent that was started again in the midst of training has checkpoints in its journal.
+        # An agent that was started again in the midst of training has checkpoints in its journal. A guess that killed
+        # two agents is not made again: whoever needs the checkpoint asks.
+        guesses = not state.checkpoints and not state.termination.noticed and GUESS not in note.set_aside
         fetches = Fetches(
             store=store,
             settings=settings,
             disk=_threads(stack, "keepstep-fetch", 1),
-            guesses=not state.checkpoints and not state.termination.noticed,
+            guessing=(lambda: engine.doing(GUESS, "fetch a checkpoint before it is asked for")) if guesses else None,
         )
         news = await stack.enter_async_context(cluster_news(settings.cluster, clock=clock, executor=monitor_threads))
         ledger = LedgerWriter(

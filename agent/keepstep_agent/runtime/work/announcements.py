@@ -8,12 +8,15 @@ from pathlib import Path, PurePosixPath
 
 from keepstep_agent.adapters.volume.announced_files import check_path, directory_of
 from keepstep_agent.adapters.volume.content_check import content_signature
+from keepstep_agent.core.agent import planner
 from keepstep_agent.core.agent.announcements import check_announcement, known_announcement, same_content
 from keepstep_agent.core.agent.checkpoint import Checkpoint
 from keepstep_agent.core.agent.events import Announced
 from keepstep_agent.core.agent.state import State
 from keepstep_agent.core.errors import ErrorKind, KeepstepError, RequestError
+from keepstep_agent.core.limits import NAME_CHARACTERS
 from keepstep_agent.core.model import Kind, Phase, SaveInfo
+from keepstep_agent.core.policies.repeated_deaths import MEMORY_HINT, announcement_of
 from keepstep_agent.core.stored.object_layout import check_directory
 from keepstep_agent.ports import Clock, StagingArea
 from keepstep_agent.runtime.engine.engine import Engine
@@ -85,6 +88,18 @@ class Announcements:
         """Announce; return once the announcement is durable, before its files are staged. Raises why it is refused."""
         check_path(announcement.path)
         path = announcement.path.rstrip("/") or "/"
+        work = announcement_of(path)
+        if not planner.may_begin(self._engine.state, work):
+            raise RequestError(
+                ErrorKind.BAD_REQUEST,
+                f"{path} is {self._engine.state.suspects[work]}",
+                hint=f"{MEMORY_HINT}; announce it again when everything else is stored",
+            )
+        title = announcement.name or PurePosixPath(path).name
+        with self._engine.doing(work, title[:NAME_CHARACTERS], doing="look at what was announced"):
+            return await self._enter(announcement, path)
+
+    async def _enter(self, announcement: Announcement, path: str) -> Announced:
         files = set(announcement.files)
         signature = announcement.signature or await self._signature(announcement, path)
         directory = await asyncio.get_running_loop().run_in_executor(

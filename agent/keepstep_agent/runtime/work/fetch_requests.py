@@ -59,11 +59,13 @@ class Fetch:
         self._asked, self._arrived = PieceSet(0), PieceSet(0)
         self._wanted: deque[range] = deque()
         self._guessed: deque[range] = deque()
+        self._guesses_on_their_way: set[int] = set()
         self._requests: list[Request] = []
         # Each of these is set once; `_work` whenever there is something to fetch.
         self.loaded = asyncio.Event()
         self.wants_place = asyncio.Event()
         self.settled = asyncio.Event()
+        self._guess_is_over = asyncio.Event()
         self._work = asyncio.Event()
 
     @property
@@ -119,12 +121,18 @@ class Fetch:
         """Return those of the pieces that have not arrived."""
         return list(self._arrived.missing(pieces))
 
-    def guess(self, pieces: Sequence[range]) -> None:
+    def guess(self, pieces: Sequence[range]) -> asyncio.Event:
+        """Have the pieces fetched after all that is asked for. The event: all are here, or nobody wants them."""
+        self._guess_is_over.clear()
+        if self.failure is not None:
+            self._guess_is_over.set()
         self._guessed.extend(pieces)
         self._work.set()
+        return self._guess_is_over
 
     def forget_guess(self) -> None:
         self._guessed.clear()
+        self._guess_is_over.set()
 
     def is_asked(self, piece: int) -> bool:
         """Whether somebody waits for the piece; if not, it is only a guess."""
@@ -141,12 +149,17 @@ class Fetch:
                     first = queue.popleft()
                     if len(first) > 1:
                         queue.appendleft(first[1:])
+                    if queue is self._guessed:
+                        self._guesses_on_their_way.add(first[0])
                     return first[0]
             self._work.clear()
             await self._work.wait()
 
     def arrived(self, piece: int) -> None:
         assert self._copy is not None
+        self._guesses_on_their_way.discard(piece)
+        if not self._guessed and not self._guesses_on_their_way:
+            self._guess_is_over.set()
         if piece in self._arrived:
             return
         self._arrived.add(range(piece, piece + 1))
@@ -167,5 +180,6 @@ class Fetch:
             self.failure = error
         self.loaded.set()
         self.settled.set()
+        self._guess_is_over.set()
         for request in self._requests:
             request.settled.set()

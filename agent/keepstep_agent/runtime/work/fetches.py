@@ -9,7 +9,7 @@ import asyncio
 import random
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -43,6 +43,8 @@ from keepstep_agent.runtime.work.restorable import Restorable, RestorableListing
 from keepstep_api.names import LAZY
 
 _Result = TypeVar("_Result")
+Guessing = Callable[[], AbstractContextManager[None]]
+"""Makes the context of a guess."""
 
 log = structlog.get_logger("keepstep.fetch")
 
@@ -66,8 +68,10 @@ class FetchProgress:
 class Fetches:
     """`run` works until it is cancelled; `hear` is the engine's listener. `disk` has one thread of its own."""
 
-    def __init__(self, *, store: ReadyStore, settings: Settings, disk: Executor, guesses: bool) -> None:
-        """`guesses`: the trainer has not begun, so what it needs of the newest checkpoint is worth a guess."""
+    def __init__(
+        self, *, store: ReadyStore, settings: Settings, disk: Executor, guessing: Guessing | None = None
+    ) -> None:
+        """`guessing`: the trainer has not begun, so what it needs of the newest checkpoint is worth a guess."""
         self._store = store
         self._settings = settings
         self._disk = disk
@@ -76,7 +80,8 @@ class Fetches:
         self._listing = RestorableListing(store)
         self._current: Fetch | None = None
         self._carrying: asyncio.Task[None] | None = None
-        self._guesses = guesses and settings.restore == LAZY
+        self._guessing = guessing
+        self._guesses = guessing is not None and settings.restore == LAZY
         self._was_asked = False
         self._newest_at_start: CommittedSave | None = None
         self._first_announced: SaveInfo | None = None
@@ -171,6 +176,8 @@ class Fetches:
 
     async def _whole(self, fetch: Fetch, give_up_at: float) -> FetchProgress:
         assert fetch.copy is not None
+        # It takes everything.
+        fetch.forget_guess()
         fetch.wants_place.set()
         await _wait(fetch.settled, give_up_at)
         if fetch.failure is not None:
@@ -234,9 +241,13 @@ class Fetches:
         self._began.set()
 
     async def _guess(self) -> None:
-        """Begin to fetch the newest checkpoint before anybody asks. Gives up at the first error: it is only a guess."""
-        if not self._guesses:
-            return
+        """Fetch of the newest checkpoint what is needed, before anybody asks, and note that it is being done."""
+        if self._guesses and self._guessing is not None:
+            with self._guessing():
+                await self._fetch_guessed()
+
+    async def _fetch_guessed(self) -> None:
+        """Gives up at the first error: it is only a guess."""
         try:
             # Of several output directories, the training that saved last has most likely not ended.
             committed = last_line(await with_last_commits(await self._store.get(), await self._listing.read()))
@@ -256,7 +267,7 @@ class Fetches:
             return
         if pieces and self._may_guess(fetch):
             log.info("fetch.guessed", step=fetch.committed.step, pieces=sum(map(len, pieces)))
-            fetch.guess(pieces)
+            await fetch.guess(pieces).wait()
 
     def _may_guess(self, fetch: Fetch) -> bool:
         return self._guesses and not fetch.is_asked_for
