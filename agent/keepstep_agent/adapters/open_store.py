@@ -6,7 +6,7 @@ seconds under a small CPU limit. Opening sends no request; call `probe` to learn
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import Final
 
@@ -18,6 +18,8 @@ from keepstep_agent.ports import ObjectStore
 _OPENING_SECONDS: Final = 120.0
 """How long it may take to load a library and read the files that it is set up with. One of them may be in a home
 directory whose server does not answer."""
+_HANGING: Final[list["Future[ObjectStore]"]] = []
+"""Tries that were given up. Each has a thread, which nobody can end."""
 
 
 @asynccontextmanager
@@ -26,11 +28,16 @@ async def open_store(settings: StoreSettings, *, limiter: RateLimiter | None = N
 
     Raises KeepstepError(BAD_CONFIGURATION) for other schemes, and StoreError(TIMED_OUT).
     """
+    _HANGING[:] = [opening for opening in _HANGING if not opening.done()]
+    if _HANGING:
+        raise _late(settings, "is not opened while an earlier try hangs")
     thread = ThreadPoolExecutor(1, thread_name_prefix="keepstep-store-opening")
+    opening = thread.submit(_make, settings, limiter or RateLimiter())
     try:
         async with asyncio.timeout(_OPENING_SECONDS):
-            store = await asyncio.get_running_loop().run_in_executor(thread, _make, settings, limiter or RateLimiter())
+            store = await asyncio.wrap_future(opening)
     except TimeoutError as error:
+        _HANGING.append(opening)
         raise _late(settings, f"was not opened within {_OPENING_SECONDS:.0f} s") from error
     finally:
         thread.shutdown(wait=False)
