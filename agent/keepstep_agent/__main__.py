@@ -7,13 +7,22 @@ import sys
 import threading
 from types import FrameType
 
+from keepstep_api import __version__
+
 _NEVER_USED = ("rich", "httpx2")
 """What structlog and aiobotocore import if somebody has installed it, which takes a fifth of a second of each start."""
 _EXTRAS = {"cryptography": "webhook", "jinja2": "console"}
 """What has to be installed for a command that needs more than the agent, by what is missing."""
 
+_NOEXEC = "failed to map segment"
+"""What the dynamic linker says of a library on a disk that is mounted noexec."""
+
 
 def main() -> None:
+    if sys.argv[1:] == ["--version"]:
+        # Without all that the other commands load.
+        print(f"keepstep, version {__version__}")  # noqa: T201 - what the command is asked for
+        return
     # Process 1 of a container ignores signals that it has no handler for. Some commands replace this handler.
     signal.signal(signal.SIGTERM, _leave_at_once)
     for name in _NEVER_USED:
@@ -23,11 +32,15 @@ def main() -> None:
         from keepstep_agent.cli import cli
 
         cli(prog_name="keepstep")
-    except ModuleNotFoundError as error:
-        if error.name not in _EXTRAS:
+    except ImportError as error:
+        if _NOEXEC in str(error):
+            hint = "the disk is mounted noexec: install the agent, or set PEX_ROOT for the one file, on another one"
+        elif isinstance(error, ModuleNotFoundError) and error.name in _EXTRAS:
+            hint = f"uv tool install 'keepstep-agent[{_EXTRAS[error.name]}]'"
+        else:
             # A bug of ours, or a broken installation: the traceback says more.
             raise
-        sys.stderr.write(f"error: {error}\nhint: pip install 'keepstep-agent[{_EXTRAS[error.name]}]'\n")
+        sys.stderr.write(f"error: {error}\nhint: {hint}\n")
         sys.exit(2)
     except SystemExit as leaving:
         _end_beside_store_threads(leaving)

@@ -227,7 +227,7 @@ def test_where_the_webhooks_packages_are_missing_it_says_what_to_install(tmp_pat
     said = subprocess.run(command, capture_output=True, text=True, timeout=HANG_SECONDS)
     assert said.returncode == 2
     assert [line.split(":")[0] for line in said.stderr.splitlines()] == ["error", "hint"], said.stderr
-    assert "pip install 'keepstep-agent[webhook]'" in said.stderr
+    assert "uv tool install 'keepstep-agent[webhook]'" in said.stderr
 
 
 @pytest.mark.parametrize("statement", ["from click import lost", "import click.lost", "import keepstep_agent.lost"])
