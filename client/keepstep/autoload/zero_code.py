@@ -53,7 +53,7 @@ def begin(folder: str) -> None:
     """Wait for the frameworks. `folder` becomes `packages_folder`."""
     global packages_folder
     packages_folder = folder
-    sys.meta_path.append(_Packages(folder))
+    sys.meta_path.insert(0, _Packages(folder))
     processes = os.environ.get("KEEPSTEP_AUTOLOAD_PROCESSES")
     if processes and "torch" in sys.modules:
         _note_process(processes)
@@ -69,10 +69,14 @@ def begin(folder: str) -> None:
 
 
 class _Packages:
-    """Finds Keepstep's own packages in a folder, after all other finders, and nothing else that lies there."""
+    """Finds Keepstep's own packages in a folder if no other finder does, and nothing else that lies there.
+
+    A folder of the name is no package: the default volume of `keepstep run` is one, in the program's directory.
+    """
 
     def __init__(self, folder: str) -> None:
-        self._folder = folder
+        # In a checkout, the two packages lie apart.
+        self._folders = [folder, os.path.join(os.path.dirname(folder), "proto")]  # noqa: PTH118, PTH120
 
     def find_spec(
         self, name: str, path: "Sequence[str] | None" = None, target: "ModuleType | None" = None
@@ -81,7 +85,12 @@ class _Packages:
             return None
         from importlib.machinery import PathFinder
 
-        return PathFinder.find_spec(name, [self._folder])
+        for finder in sys.meta_path:
+            if finder is not self and hasattr(finder, "find_spec"):
+                found: ModuleSpec | None = finder.find_spec(name, path, target)
+                if found is not None and found.origin is not None:
+                    return found
+        return PathFinder.find_spec(name, self._folders)
 
 
 class _BeforeTorch:
