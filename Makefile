@@ -13,6 +13,10 @@ PACKAGES := --editable . --editable './agent[console,webhook]'
 STUBS := proto/keepstep_api/v1
 UV_VERSION := 0.13.9
 UV := .tools/uv
+PEX_VERSION := 2.105.2
+ZIPAPP_TOOLS := .tools/zipapp
+# Those that are here are in the one file, which runs on no others.
+ZIPAPP_PYTHONS ?= python3.11 python3.12 python3.13
 # What builds the image: docker, podman or buildah.
 BUILDER ?= docker
 IMAGE ?= keepstep
@@ -172,8 +176,14 @@ $(UV): Makefile
 	$@/bin/python -m pip install --quiet uv==$(UV_VERSION)
 	touch $@
 
-# The image's supply chain.
-.PHONY: lock image sbom release
+$(ZIPAPP_TOOLS): Makefile
+	$(PYTHON) -m venv $@
+	$@/bin/python -m pip install --quiet --constraint constraints.txt hatchling
+	$@/bin/python -m pip install --quiet uv==$(UV_VERSION) pex==$(PEX_VERSION)
+	touch $@
+
+# What is installed and run: one file, the image, and what is in it.
+.PHONY: lock zipapp image sbom release
 
 # What the image installs, with the hash of every file of PyPI that it may be; after a change of dependencies or constraints.
 LOCK := $(UV)/bin/uv --no-config pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate \
@@ -183,6 +193,10 @@ lock: $(UV)
 		--output-file requirements.txt -
 	$(PYTHON) -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["build-system"]["requires"], sep="\n")' \
 		| $(LOCK) --output-file requirements-build.txt -
+
+# The agent as one file that needs no installation, in dist/.
+zipapp: $(ZIPAPP_TOOLS)
+	TOOLS='$(CURDIR)/$(ZIPAPP_TOOLS)' PYTHONS='$(ZIPAPP_PYTHONS)' .ci/zipapp
 
 # The image of a release, on a base that is one for ever: make image BASE_IMAGE=docker.io/library/python:3.12-slim@sha256:…
 image:
