@@ -86,7 +86,7 @@ PARTS ?= test-quick test-slow test-root test-nightly test-nightly-root test-cont
 test-all: setup-tests
 	.ci/lanes $(PARTS)
 
-test-nightly: $(FRAMEWORKS) node compatibility
+test-nightly: $(FRAMEWORKS) $(UV) node compatibility
 	$(LONGEST_FIRST) -m "nightly and not (root or containers)" $(call marked,mark\.nightly|import nightly)
 
 test-nightly-root: $(FRAMEWORKS)
