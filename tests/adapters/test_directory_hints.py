@@ -1,5 +1,6 @@
 """Hints that a directory has changed, where the kernel gives none for a while."""
 
+import shutil
 import subprocess
 import sys
 import threading
@@ -73,6 +74,27 @@ def test_files_at_any_depth_give_hints_but_ignored_ones_do_not(tmp_path: Path) -
     logs = [path for path in asked if path.endswith("train.log")]
     assert logs
     assert len(noticed) == len(asked) - len(logs)
+
+
+def test_a_folder_that_took_the_place_of_another_one_ends_no_hints(tmp_path: Path) -> None:
+    """As a checkpoint that is saved again, once both are deleted."""
+    place, aside = tmp_path / "watched" / "checkpoint", tmp_path / "aside"
+    place.mkdir(parents=True)
+    noticed = threading.Event()
+    hints = DirectoryHints(tmp_path / "watched", noticed.set, ignored=lambda path: False)
+    try:
+        hints.follow()
+        for change in (lambda: place.rename(aside), place.mkdir, (place / "model").touch, lambda: shutil.rmtree(place)):
+            noticed.clear()
+            change()
+            assert noticed.wait(HANG_SECONDS)
+        aside.rmdir()
+        for name in ("one", "more"):
+            noticed.clear()
+            (tmp_path / "watched" / name).touch()
+            assert noticed.wait(HANG_SECONDS)
+    finally:
+        hints.close()
 
 
 _TWICE = """

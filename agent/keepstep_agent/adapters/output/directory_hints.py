@@ -10,6 +10,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -27,6 +28,8 @@ from watchdog.events import (
 )
 from watchdog.observers import Observer
 from watchdog.observers.api import BaseObserver
+from watchdog.observers.inotify import InotifyWatchGroup
+from watchdog.observers.inotify_c import WatchDescriptor
 
 from keepstep_agent.adapters.volume.shared_volume import open_volume
 
@@ -42,6 +45,19 @@ _CHANGES: Final[list[type[FileSystemEvent]]] = [
 ]
 # Of a folder in a new folder watchdog hears twice. The kernel keeps one watch of it all the same.
 warnings.filterwarnings("ignore", "Callback with id .* already exists", RuntimeWarning)
+_on_watch_deleted: Final = InotifyWatchGroup.on_watch_deleted
+
+
+def _forget_watch(self: InotifyWatchGroup, wd: WatchDescriptor) -> None:
+    """Do as watchdog does, but outlive a folder that took the place of another one, once both are deleted.
+
+    watchdog 7.1.0 raises KeyError then, which ends the thread that reads all events.
+    """
+    with suppress(KeyError):
+        _on_watch_deleted(self, wd)
+
+
+InotifyWatchGroup.on_watch_deleted = _forget_watch  # type: ignore[method-assign]
 _STOP_TIMEOUT_SECONDS: Final = 5.0
 _RETRY_SECONDS: Final = 30.0
 
