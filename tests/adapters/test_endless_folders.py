@@ -145,6 +145,13 @@ def test_links_to_folders_count_with_the_paths_that_they_lead_to(
         resolve_files(tmp_path, str(tmp_path / "checkpoint"), ())
 
 
+def test_a_link_to_the_volume_itself_is_refused_by_its_name(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint").mkdir()
+    (tmp_path / "checkpoint" / "link").symlink_to("..")
+    with pytest.raises(KeepstepError, match="the directory that contains it"):
+        resolve_files(tmp_path, str(tmp_path / "checkpoint"), ())
+
+
 def test_the_paths_of_folders_that_wait_their_turn_are_not_kept(tmp_path: Path) -> None:
     """A folder's path has no limit but that of its levels."""
     with pytest.MonkeyPatch.context() as patch:

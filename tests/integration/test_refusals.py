@@ -5,6 +5,8 @@ Each is named, and costs no other checkpoint.
 
 import shutil
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -113,30 +115,43 @@ def test_a_key_that_the_store_refuses_costs_its_checkpoint_and_no_other(
     assert BucketView(rclone_bucket).steps() == [1, 3, 4]
 
 
+@contextmanager
+def watched_run(bucket: Bucket, proxy: FaultProxy, directory: Path, **settings: Any) -> Iterator[RunProcess]:
+    """A program that leaves refused.bin and good.bin in `out`, and last.bin once the file `stop` is there.
+
+    Yielded once a snapshot is committed; `stop` comes after that.
+    """
+    out, stop = directory / "out", directory / "stop"
+    program = (
+        "import pathlib, time\n"
+        f"out, stop = pathlib.Path({str(out)!r}), pathlib.Path({str(stop)!r}); out.mkdir()\n"
+        "for name in ('refused', 'good'): (out / f'{name}.bin').write_bytes(bytes(2**21))\n"
+        "until = time.monotonic() + 900\n"
+        "while not stop.exists() and time.monotonic() < until: time.sleep(0.05)\n"
+        "(out / 'last.bin').write_bytes(bytes(2**21))\n"
+    )
+    with RunProcess(
+        directory / "volume",
+        bucket.destination,
+        command=(sys.executable, "-c", program),
+        endpoint_url=proxy.endpoint_url,
+        watch=out,
+        **settings,
+    ) as run:
+        wait_until(
+            lambda: bool(run.log("checkpoint.committed")), 3 * HANG_SECONDS, "a snapshot without it is committed"
+        )
+        stop.touch()
+        yield run
+
+
 def test_a_watched_file_that_the_store_refuses_is_left_out_and_named(
     rclone_bucket: Bucket, fault_proxy: FaultProxy, tmp_path: Path
 ) -> None:
     """Every snapshot would hold it, so none would ever be committed."""
     fault_proxy.add(refusal("InvalidArgument", "refused.bin"))
     out = tmp_path / "out"
-    program = (
-        "import pathlib, sys, time\n"
-        f"out = pathlib.Path({str(out)!r}); out.mkdir()\n"
-        "(out / 'refused.bin').write_bytes(bytes(2**21))\n"
-        "(out / 'good.bin').write_bytes(bytes(2**21))\n"
-        "until = time.monotonic() + 300\n"
-        f"while not pathlib.Path({str(tmp_path / 'stop')!r}).exists() and time.monotonic() < until: time.sleep(0.05)\n"
-        "(out / 'last.bin').write_bytes(bytes(2**21))\n"
-    )
-    with RunProcess(
-        tmp_path / "volume",
-        rclone_bucket.destination,
-        command=(sys.executable, "-c", program),
-        endpoint_url=fault_proxy.endpoint_url,
-        watch=out,
-    ) as run:
-        wait_until(lambda: bool(run.log("checkpoint.committed")), HANG_SECONDS, "a snapshot without it is committed")
-        (tmp_path / "stop").touch()
+    with watched_run(rclone_bucket, fault_proxy, tmp_path) as run:
         assert run.wait() == NOT_DURABLE, run.output()
     assert "not durable: out/refused.bin: " in run.output()
     shutil.rmtree(out)
@@ -154,24 +169,7 @@ def test_a_watched_file_at_which_the_store_ends_every_connection_is_left_out_and
 ) -> None:
     """A proxy on the way may do so to one file. It says nothing, but the store answers otherwise."""
     fault_proxy.add(Rule(name="cut", fault=Fault.RESET_REQUEST, method="PUT", target="refused.bin", times=-1))
-    out = tmp_path / "out"
-    program = (
-        "import pathlib, time\n"
-        f"out, stop = pathlib.Path({str(out)!r}), pathlib.Path({str(tmp_path / 'stop')!r}); out.mkdir()\n"
-        "for name in ('refused', 'good'): (out / f'{name}.bin').write_bytes(bytes(2**21))\n"
-        "until = time.monotonic() + 600\n"
-        "while not stop.exists() and time.monotonic() < until: time.sleep(0.05)\n"
-    )
-    with RunProcess(
-        tmp_path / "volume",
-        rclone_bucket.destination,
-        command=(sys.executable, "-c", program),
-        endpoint_url=fault_proxy.endpoint_url,
-        watch=out,
-        drain_timeout_seconds=3,
-    ) as run:
-        wait_until(lambda: bool(run.log("checkpoint.committed")), 3 * HANG_SECONDS, "a snapshot without it")
-        (tmp_path / "stop").touch()
+    with watched_run(rclone_bucket, fault_proxy, tmp_path, drain_timeout_seconds=3) as run:
         assert run.wait() == NOT_DURABLE, run.output()
     assert "not durable: out/refused.bin: " in run.output()
 

@@ -302,7 +302,8 @@ class _Resolver:
                         raise OSError(errno.EOVERFLOW, f"the paths of {len(links):,} links are too long")
             del entries
         for name in folders:
-            path = links.get(name) or inside + name
+            # One to the volume itself is empty.
+            path = links.get(name, inside + name)
             yield from self._walk(path, f"{named}/{name}", f"{prefix}{name}/", (*ancestors, path), most_bytes)
 
     def _regular(self, found: str, named: str) -> str:

@@ -166,15 +166,14 @@ class Engine:
         Several may do the same. `doing`: by default the title says it. Work that is cancelled has not shown that it is
         harmless: its thread may go on.
         """
-        has_ended = False
+        has_survived = True
         self._other_work[work] = Task(doing=doing or title, title=title)
         self._doers[work] += 1
         self._note_work()
         try:
             yield
-            has_ended = True
-        except Exception:
-            has_ended = True
+        except asyncio.CancelledError:
+            has_survived = False
             raise
         finally:
             self._doers[work] -= 1
@@ -182,7 +181,7 @@ class Engine:
             if is_last:
                 del self._other_work[work], self._doers[work]
             self._note_work()
-            if is_last and has_ended and work in self.state.suspects:
+            if is_last and has_survived and work in self.state.suspects:
                 self.post(Survived(at=self._clock.now(), suspect=work))
 
     def _note_work(self) -> None:
