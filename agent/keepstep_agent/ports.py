@@ -364,9 +364,12 @@ class PodEvent:
 class Cluster(Protocol):
     """The agent's pod, as Kubernetes shows it to people.
 
-    `tell` and `annotate` raise ClusterError only; ACCESS_DENIED: the service account lacks the permission. Calls are
-    bounded and may be cancelled.
+    Calls raise ClusterError only; ACCESS_DENIED: the service account lacks the permission. They are bounded and may be
+    cancelled.
     """
+
+    async def prepare(self) -> None:
+        """Do ahead of the first call what takes a second of it."""
 
     async def tell(self, event: PodEvent) -> None:
         """Add an Event to the pod."""

@@ -15,6 +15,9 @@ class FakeCluster:
         self.problem: ErrorKind | None = None
         self.calls = 0
 
+    async def prepare(self) -> None:
+        pass
+
     async def tell(self, event: PodEvent) -> None:
         self._check("events")
         self.events.append(event)

@@ -1,6 +1,9 @@
 """What a real agent tells an API server of its checkpoints, and that it works as well where nobody listens."""
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,26 +31,39 @@ def server(certificate: Certificate) -> Iterator[FakeApiServer]:
 
 @pytest.fixture
 def agent(tmp_path: Path, rclone_bucket: Bucket, server: FakeApiServer) -> Iterator[AgentProcess]:
+    with agent_in_a_pod(tmp_path, rclone_bucket, server) as agent:
+        yield agent
+
+
+@pytest.fixture
+def agent_without_kubernetes(tmp_path: Path, rclone_bucket: Bucket, server: FakeApiServer) -> Iterator[AgentProcess]:
+    """As it is installed without the extra: a package of that name that is found first has nothing in it."""
+    (tmp_path / "packages" / "kubernetes").mkdir(parents=True)
+    (tmp_path / "packages" / "kubernetes" / "__init__.py").touch()
+    path = os.pathsep.join(filter(None, (str(tmp_path / "packages"), os.environ.get("PYTHONPATH"))))
+    with agent_in_a_pod(tmp_path, rclone_bucket, server, PYTHONPATH=path) as agent:
+        yield agent
+
+
+def agent_in_a_pod(folder: Path, bucket: Bucket, server: FakeApiServer, **environment: str) -> AgentProcess:
     address = urlsplit(server.url)
     # As kubelet and the downward API give them.
-    environment = {
+    environment |= {
         "POD_NAME": "trainer-0",
         "POD_NAMESPACE": "ml",
         "POD_UID": "a-uid",
         "KUBERNETES_SERVICE_HOST": str(address.hostname),
         "KUBERNETES_SERVICE_PORT": str(address.port),
     }
-    agent = AgentProcess(
-        tmp_path / "volume",
-        rclone_bucket.destination,
+    return AgentProcess(
+        folder / "volume",
+        bucket.destination,
         environment=environment,
-        endpoint_url=rclone_bucket.endpoint_url,
+        endpoint_url=bucket.endpoint_url,
         watch="off",
         cluster_events=True,
-        service_account_directory=server.service_account(tmp_path / "account"),
+        service_account_directory=server.service_account(folder / "account"),
     )
-    with agent:
-        yield agent
 
 
 def save(agent: AgentProcess, step: int, kind: agent_pb2.Kind) -> None:
@@ -119,3 +135,25 @@ def test_a_trainer_that_saves_where_the_agent_cannot_look_is_an_event(
     (event,) = server.shelf.selected("events")
     assert (event["reason"], event["type"]) == ("OutputNotStored", "Warning")
     assert "keepstep.dev/output: /data/out" in event["message"]
+
+
+def test_only_an_agent_with_cluster_events_loads_the_client_of_kubernetes_and_stays_small_with_it(
+    agent: AgentProcess, server: FakeApiServer, tmp_path: Path
+) -> None:
+    save(agent, 10, agent_pb2.KIND_JUST_IN_TIME)
+    wait_until(lambda: KEY in annotations(server), HANG_SECONDS, "the pod is annotated")
+    assert agent.memory_bytes("VmHWM") <= 160 * 1024**2
+    loaded = "import sys, keepstep_agent.runtime.process.app; print('kubernetes' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", loaded], capture_output=True, text=True, timeout=HANG_SECONDS)
+    assert done.stdout.strip() == "False", done.stderr
+
+
+def test_without_the_client_of_kubernetes_it_says_at_its_start_what_to_install_and_goes_on(
+    tmp_path: Path, server: FakeApiServer, agent_without_kubernetes: AgentProcess
+) -> None:
+    agent = agent_without_kubernetes
+    wait_until(lambda: bool(agent.log("outbox.not_taken")), HANG_SECONDS, "it is said")
+    (line,) = agent.log("outbox.not_taken")
+    assert line["to"] == "kubernetes"
+    assert "keepstep-agent[kubernetes]" in line["hint"]
+    save(agent, 10, agent_pb2.KIND_PERIODIC)

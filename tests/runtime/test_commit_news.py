@@ -21,9 +21,11 @@ from keepstep_agent.core.agent.events import Event, NewsDue
 from keepstep_agent.core.agent.reducer import advance
 from keepstep_agent.core.agent.state import State
 from keepstep_agent.core.model import CommitNews, Kind, Receiver, SaveInfo
+from keepstep_agent.core.policies.commit_news import receivers_of
 from keepstep_agent.core.settings.values import EventSettings
 from keepstep_agent.runtime.engine.engine import Engine
-from keepstep_agent.runtime.monitors.commit_news import CommitTeller
+from keepstep_agent.runtime.outside.commit_news import CommitEvents
+from keepstep_agent.runtime.outside.outbox import Outbox, Pace
 
 SECRET = "s3cr3t"
 
@@ -59,8 +61,9 @@ class Owing:
 
 @asynccontextmanager
 async def telling(owing: Owing) -> AsyncIterator[None]:
-    teller = CommitTeller(cast(Engine, owing), owing, shortest_pause_seconds=0.001)
-    tasks = [asyncio.create_task(teller.tell(receiver)) for receiver in teller.receivers]
+    pace = Pace(shortest_pause_seconds=0.001)
+    senders = [CommitEvents(cast(Engine, owing), owing, one) for one in receivers_of(owing.state.settings.events)]
+    tasks = [asyncio.create_task(Outbox(sender, pace).run()) for sender in senders]
     try:
         yield
     finally:
@@ -97,7 +100,7 @@ async def test_an_event_is_posted_until_it_is_taken_and_the_next_one_after_it() 
         first = server.asked[0]
         assert (first.method, first.target) == ("POST", "/hook")
         assert first.headers["content-type"] == "application/cloudevents+json; charset=utf-8"
-    assert [line["event"] for line in lines] == ["event.not_taken", "event.not_taken", "event.taken_again"]
+    assert [line["event"] for line in lines] == ["outbox.not_taken", "outbox.not_taken", "outbox.taken_again"]
 
 
 async def test_a_redirect_is_not_followed_and_said_once() -> None:
@@ -112,7 +115,7 @@ async def test_a_redirect_is_not_followed_and_said_once() -> None:
                 await until(lambda: len(server.asked) > 2)
         assert elsewhere.connections == 0
     assert owing.owes(Receiver.URL) == ["a"]
-    assert [line["event"] for line in lines] == ["event.not_taken"]
+    assert [line["event"] for line in lines] == ["outbox.not_taken"]
     assert "redirects are not followed" in lines[0]["error"]
 
 

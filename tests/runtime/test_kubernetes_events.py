@@ -20,7 +20,8 @@ from keepstep_agent.core.errors import ErrorKind
 from keepstep_agent.core.model import Kind
 from keepstep_agent.core.policies.progress import StepSign
 from keepstep_agent.core.settings.values import Duration, ProgressSettings
-from keepstep_agent.runtime.monitors.kubernetes_events import KubernetesEvents
+from keepstep_agent.runtime.outside.kubernetes_events import KubernetesEvents
+from keepstep_agent.runtime.outside.outbox import Outbox, Pace
 from keepstep_agent.runtime.work.fetches import FetchProgress
 from keepstep_api.names import ANNOTATION_LAST_COMMITTED
 
@@ -42,7 +43,6 @@ class Pod:
             cluster=self.cluster,
             clock=StillClock(),
             between_annotations_seconds=between_annotations_seconds,
-            shortest_pause_seconds=0.001,
         )
 
     def announce(self, save: str, step: int, kind: Kind = Kind.PERIODIC) -> None:
@@ -64,7 +64,7 @@ class Pod:
 
 @asynccontextmanager
 async def telling(news: KubernetesEvents) -> AsyncIterator[None]:
-    task = asyncio.create_task(news.tell())
+    task = asyncio.create_task(Outbox(news, Pace(shortest_pause_seconds=0.001)).run())
     try:
         yield
     finally:
@@ -142,7 +142,7 @@ async def test_one_request_that_fails_is_no_news(pod: Pod) -> None:
         pod.play.state,
         WorkFailed(at=0.0, work=work, kind=ErrorKind.TIMED_OUT, message="late", hint="", jitter=0.5),
     )
-    await news.last_words([])
+    await Outbox(news, Pace()).last_words()
     assert pod.reasons() == []
 
 
@@ -171,13 +171,14 @@ async def test_while_the_cluster_is_away_the_oldest_news_is_dropped_and_the_rest
             pod.cluster.problem = None
             await until(lambda: len(pod.cluster.events) == 32)
     assert "99" in pod.cluster.events[-1].message
-    assert [line["event"] for line in logs] == ["kubernetes.unreachable"]
+    assert [line["event"] for line in logs] == ["outbox.not_taken", "outbox.taken_again"]
 
 
 async def test_the_last_words_say_what_is_lost_and_what_was_not_told_yet(pod: Pod) -> None:
     news = pod.news()
     pod.commit(news, "a", 10)
-    await news.last_words(["checkpoint-20 (step 20) is staged"])
+    news.note_lost(["checkpoint-20 (step 20) is staged"])
+    await Outbox(news, Pace()).last_words()
     assert pod.reasons() == ["CheckpointLost"]
     assert "checkpoint-20" in pod.cluster.events[0].message
     assert json.loads(pod.cluster.annotations[ANNOTATION_LAST_COMMITTED])["step"] == 10
@@ -190,15 +191,14 @@ async def test_the_last_words_do_not_wait_for_a_cluster_that_does_not_answer(pod
 
     news = KubernetesEvents(cluster=Deaf(), clock=StillClock())
     async with asyncio.timeout(HANG_SECONDS):
-        await news.last_words(["checkpoint-20"])
+        news.note_lost(["checkpoint-20"])
+        await Outbox(news, Pace()).last_words()
 
 
 @pytest.mark.parametrize("trouble", ["", "the store is away"])
 async def test_a_restore_that_takes_long_is_reported_with_what_the_store_said(trouble: str) -> None:
     pod = Pod()
-    news = KubernetesEvents(
-        cluster=pod.cluster, clock=StillClock(), shortest_pause_seconds=0.001, between_restores_seconds=0.001
-    )
+    news = KubernetesEvents(cluster=pod.cluster, clock=StillClock(), between_restores_seconds=0.001)
     gib = 1024**3
     at = FetchProgress(save="s", step=7, done_bytes=gib, total_bytes=4 * gib, storage_error=trouble)
     watching = asyncio.create_task(news.watch_restore(lambda: at))

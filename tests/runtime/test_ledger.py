@@ -41,7 +41,8 @@ from keepstep_agent.core.stored.ledger import (
     SaveLost,
 )
 from keepstep_agent.restore.start_record import StartRecord
-from keepstep_agent.runtime.monitors.ledger import LedgerWriter
+from keepstep_agent.runtime.outside.ledger import LedgerWriter
+from keepstep_agent.runtime.outside.outbox import Outbox, Pace
 
 LONG_SECONDS = 3600.0
 RESTORED = StartRecord(began_at=5.0, restored_at=9.0, resumed=Resumed.SAVE, step=70, save="of-70", start="one")
@@ -93,6 +94,10 @@ class Agent:
         announced_at = self.play.state.checkpoints[save].announced_at
         self.hears(Committed(at=announced_at + 7.0, work=WorkId(Operation.COMMIT, save)))
 
+    async def ends(self, command: Exit, *, program_failed: bool = False) -> None:
+        self.writer.note_end(command, program_failed=program_failed)
+        await Outbox(self.writer, Pace()).last_words()
+
     async def entries(self) -> list[LedgerEntry]:
         lives = (await read_ledger(self.store)).lives
         return [entry for life in lives for entry in life.entries]
@@ -103,7 +108,7 @@ class Agent:
 
     @asynccontextmanager
     async def writing(self) -> AsyncIterator[None]:
-        task = asyncio.create_task(self.writer.write())
+        task = asyncio.create_task(Outbox(self.writer, Pace(shortest_pause_seconds=0.001)).run())
         try:
             yield
         finally:
@@ -127,7 +132,7 @@ async def test_everything_that_a_report_needs_is_noted() -> None:
     agent.hears(Shed(at=40.0, save="second", reason="room"))
     agent.hears(TerminationNoticed(at=50.0, deadline=80.0, source="spot"))
     agent.sees(60.0)
-    await agent.writer.last_words(Exit(code=75, lost=("second",)), program_failed=True)
+    await agent.ends(Exit(code=75, lost=("second",)), program_failed=True)
     start, ranks, saved, commit, _, lost, notice, gone, end = await agent.entries()
     assert start == AgentStarted(
         number=1,
@@ -165,7 +170,7 @@ async def test_commits_are_written_together_and_not_more_often_than_allowed() ->
         agent.commits("second")
         await turns()
         assert agent.objects == 1
-    await agent.writer.last_words(Exit(code=0, lost=()))
+    await agent.ends(Exit(code=0, lost=()))
     assert agent.objects == 2
     assert [type(entry) for entry in await agent.entries()] == [
         AgentStarted, Saved, SaveCommitted, Saved, SaveCommitted, AgentEnded,
@@ -209,7 +214,7 @@ async def test_what_could_not_be_written_is_in_the_next_object_and_said_once() -
             await until(lambda: agent.objects == 5)
             agent.sees(12.0)
             await until(lambda: agent.objects >= 6)
-    assert [line["event"] for line in logs] == ["ledger.not_written"]
+    assert [line["event"] for line in logs] == ["outbox.not_taken", "outbox.taken_again"]
     numbers = [entry.number for entry in await agent.entries()]
     assert numbers == list(range(1, len(numbers) + 1))
 
@@ -222,7 +227,7 @@ async def test_a_store_that_is_away_holds_up_no_event_and_the_oldest_entries_are
             agent.sees(float(at), *range(at % 2))
         await turns()
     agent.ready.opened.set()
-    await agent.writer.last_words(Exit(code=0, lost=()))
+    await agent.ends(Exit(code=0, lost=()))
     entries = await agent.entries()
     assert len(entries) == 4_096
     assert (entries[0].number > 900, type(entries[-1])) == (True, AgentEnded)
@@ -232,7 +237,7 @@ async def test_of_more_than_an_object_holds_the_agents_end_is_written() -> None:
     agent = Agent()
     for at in range(5_000):
         agent.hears(Shed(at=float(at), save="one", reason="\u00e9" * 5_000))
-    await agent.writer.last_words(Exit(code=0, lost=()))
+    await agent.ends(Exit(code=0, lost=()))
     entries = await agent.entries()
     assert isinstance(entries[-1], AgentEnded)
     assert 1_000 < len(entries) < 4_096
@@ -247,7 +252,7 @@ async def test_a_pods_save_has_the_first_begin_and_the_longest_stall_of_its_rank
         agent.hears(agent.play.state.checkpoints["one"].contributions[rank].announced)
         # What is announced after this agent was started again has no begin.
         agent.play.state.save_requests.begun_at.clear()
-    await agent.writer.last_words(Exit(code=0, lost=()))
+    await agent.ends(Exit(code=0, lost=()))
     (saved, _) = await agent.entries()
     assert isinstance(saved, Saved)
     assert (saved.begun_at, saved.stall_seconds) == (begun_at, 9.0)
@@ -290,8 +295,8 @@ async def test_the_agents_end_does_not_wait_for_a_store_that_is_away() -> None:
     agent.ready.opened.clear()
     with capture_logs() as logs:
         async with asyncio.timeout(HANG_SECONDS):
-            await agent.writer.last_words(Exit(code=0, lost=()))
-    assert [line["event"] for line in logs] == ["ledger.end_not_written"]
+            await agent.ends(Exit(code=0, lost=()))
+    assert [line["event"] for line in logs] == ["outbox.left"]
 
 
 async def test_a_newer_checkpoint_that_is_whole_on_the_volume_is_what_a_start_resumes_from() -> None:
@@ -299,7 +304,7 @@ async def test_a_newer_checkpoint_that_is_whole_on_the_volume_is_what_a_start_re
     agent.play.steps["local"] = 95
     agent.play.announce("local")
     agent.starts()
-    await agent.writer.last_words(Exit(code=0, lost=()))
+    await agent.ends(Exit(code=0, lost=()))
     start = (await agent.entries())[0]
     assert isinstance(start, AgentStarted)
     assert (start.resumed, start.step, start.save) == (Resumed.SAVE, 95, "local")
@@ -308,7 +313,7 @@ async def test_a_newer_checkpoint_that_is_whole_on_the_volume_is_what_a_start_re
 async def test_text_that_no_object_can_hold_does_not_end_the_writing() -> None:
     agent = Agent()
     agent.hears(Shed(at=40.0, save="one", reason="\udcff" + "x" * 5_000))
-    await agent.writer.last_words(Exit(code=0, lost=()))
+    await agent.ends(Exit(code=0, lost=()))
     (lost, _) = await agent.entries()
     assert isinstance(lost, SaveLost)
     assert lost.reason.startswith("\\udcffxxx")

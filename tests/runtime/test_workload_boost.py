@@ -19,7 +19,8 @@ from keepstep_agent.adapters.kubernetes import BOOST_ANNOTATION, JOB_LABEL
 from keepstep_agent.core.errors import ClusterError, ErrorKind
 from keepstep_agent.core.policies.priority_boost import priority_boost
 from keepstep_agent.core.settings.values import ClusterSettings
-from keepstep_agent.runtime.monitors.workload_boost import WorkloadBoost, workload_boost
+from keepstep_agent.runtime.outside.outbox import Outbox, Pace
+from keepstep_agent.runtime.outside.workload_boost import WorkloadBoost, workload_boost
 
 DEPTH = 100
 USUAL_SECONDS = 1800.0
@@ -60,9 +61,10 @@ class Run:
         cluster = ClusterSettings(cluster_events=True, priority_boost=DEPTH)
         self.play.state.settings = replace(self.play.state.settings, cluster=cluster)
         self.workload = FakeWorkload()
-        self.boost = WorkloadBoost(
+        boost = WorkloadBoost(
             workload=self.workload, state=lambda: self.play.state, clock=self, between_looks_seconds=0.001
         )
+        self.boost = Outbox(boost, Pace(shortest_pause_seconds=0.001))
 
     def now(self) -> float:
         return self.play.now
@@ -73,8 +75,8 @@ class Run:
 
 
 @asynccontextmanager
-async def kept(boost: WorkloadBoost) -> AsyncIterator[None]:
-    task = asyncio.create_task(boost.keep())
+async def kept(boost: Outbox) -> AsyncIterator[None]:
+    task = asyncio.create_task(boost.run())
     try:
         yield
     finally:
@@ -112,7 +114,7 @@ async def test_what_is_forbidden_is_said_once_and_tried_more_and_more_seldom() -
             await until(lambda: run.workload.calls >= 4)
             run.workload.problem = None
             await until(lambda: bool(run.workload.boosts))
-    assert [line["event"] for line in lines] == ["kueue.not_told"]
+    assert [line["event"] for line in lines] == ["outbox.not_taken", "outbox.taken_again"]
 
 
 @pytest.fixture

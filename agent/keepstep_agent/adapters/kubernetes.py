@@ -1,17 +1,17 @@
-"""Client of Kubernetes' API: REST calls with the pod's service account.
+"""What Keepstep asks of Kubernetes' API, with the pod's service account and the official client.
 
-By them: Events and annotations of the agent's pod, and the Workload by which Kueue queues and preempts the pod's job.
+By it: Events and annotations of the agent's pod, and the Workload by which Kueue queues and preempts the pod's job.
 """
 
 import asyncio
 import json
 import ssl
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import quote, urlencode
 
 import aiohttp
@@ -21,6 +21,9 @@ from keepstep_agent.core.errors import ClusterError, ErrorKind
 from keepstep_agent.core.settings.table import spelled
 from keepstep_agent.core.settings.values import ClusterSettings
 from keepstep_agent.ports import PodEvent
+
+if TYPE_CHECKING:
+    from kubernetes.aio.client.api_client import ApiClient
 
 MERGE_PATCH: Final = "application/strategic-merge-patch+json"
 JSON: Final = "application/json"
@@ -57,22 +60,21 @@ class ApiServer:
         self._call_seconds = call_seconds
         self._hint = hint
         self._without = without
-        self._session: aiohttp.ClientSession | None = None
+        self._client: ApiClient | None = None
+        self._connector: aiohttp.TCPConnector | None = None
 
     async def call(
         self, method: str, path: str, content: Mapping[str, Any] | None = None, content_type: str = JSON
     ) -> dict[str, Any]:
         """Send a request and return the answer. Raises ClusterError; ALREADY_EXISTS if the object's version changed."""
         headers = {"Authorization": f"Bearer {(await self.read('token')).strip()}", "Content-Type": content_type}
-        session = await self._connected()
-        body = None if content is None else json.dumps(content)
+        client = await self._connected()
+        limit = aiohttp.ClientTimeout(total=self._call_seconds)
         try:
-            async with session.request(
-                method, self._address + path, data=body, headers=headers, allow_redirects=False
-            ) as response:
-                status = response.status
+            answer = await client.call_api(method, self._address + path, headers, content, _request_timeout=limit)
+            async with answer.response as response:
                 text = (await _read(response.content)).decode(errors="replace")
-            found = json.loads(text) if status < 300 else {}
+            found = json.loads(text) if answer.status < 300 else {}
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError, RecursionError) as error:
             # The next call reads ca.crt again.
             await self.close()
@@ -81,13 +83,17 @@ class ApiServer:
                 f"the API server {self._address} does not answer {method} {path}: {str(error) or type(error).__name__}",
                 hint=f"allow the pod to reach the API server{self._without}",
             ) from error
-        if status >= 300:
-            default = ErrorKind.REQUEST_REFUSED if 400 <= status < 500 else ErrorKind.UNREACHABLE
-            problem = f"the API server answers {status} to {method} {path}: {_message(text)}"
-            raise ClusterError(_KINDS.get(status, default), problem, hint=self._hint)
+        if answer.status >= 300:
+            default = ErrorKind.REQUEST_REFUSED if 400 <= answer.status < 500 else ErrorKind.UNREACHABLE
+            problem = f"the API server answers {answer.status} to {method} {path}: {_message(text)}"
+            raise ClusterError(_KINDS.get(answer.status, default), problem, hint=self._hint)
         if not isinstance(found, dict):
             raise ClusterError(ErrorKind.UNREACHABLE, f"no API server answers {method} {path}", hint=self._hint)
         return found
+
+    async def prepare(self) -> None:
+        """Import and make the client, ahead of the first call. Raises ClusterError."""
+        await self._connected()
 
     async def read(self, name: str) -> str:
         """Read a file of the service account. Raises ClusterError."""
@@ -102,32 +108,48 @@ class ApiServer:
             ) from error
 
     async def close(self) -> None:
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
+        if self._client is not None and self._connector is not None:
+            await self._client.close()  # type: ignore[no-untyped-call]
+            await self._connector.close()
+            self._client = self._connector = None
             # Its transports close in the loop's next iteration, and the loop may end after this one.
             await asyncio.sleep(0)
 
-    async def _connected(self) -> aiohttp.ClientSession:
-        if self._session is None:
+    async def _connected(self) -> "ApiClient":
+        if self._client is None:
             authority = await self.read("ca.crt")
             try:
                 context = ssl.create_default_context(cadata=authority)
+                # Importing it takes most of a second.
+                make = await asyncio.get_running_loop().run_in_executor(self._executor, _import_client)
+            except ImportError as error:
+                raise ClusterError(
+                    ErrorKind.BAD_CONFIGURATION,
+                    f"the client of Kubernetes' API is not installed: {error}",
+                    hint=f"uv tool install 'keepstep-agent[kubernetes]', or run Keepstep's image{self._without}",
+                ) from error
             except (ssl.SSLError, ValueError) as error:
                 raise ClusterError(
                     ErrorKind.BAD_CONFIGURATION,
                     f"the service account's ca.crt is not a certificate: {error}",
                     hint=f"check what is mounted as the service account{self._without}",
                 ) from error
-            connector = aiohttp.TCPConnector(ssl=context, limit=1)
+            self._connector = aiohttp.TCPConnector(ssl=context, limit=1)
             # An event loop's own TLS would wait, after a call without answer, for a server that may be gone.
-            use_own_tls(connector)
-            self._session = aiohttp.ClientSession(
-                connector=connector,
-                timeout=aiohttp.ClientTimeout(total=self._call_seconds),
-                trust_env=False,
-            )
-        return self._session
+            use_own_tls(self._connector)
+            self._client = make(self._connector)
+        return self._client
+
+
+def _import_client() -> "Callable[[aiohttp.TCPConnector], ApiClient]":
+    """Import the part of the package that sends requests: with all objects' types an agent would hold 190 MiB."""
+    from kubernetes.aio.client.api_client import ApiClient
+    from kubernetes.aio.client.configuration import Configuration
+
+    # Proxies that the environment names are for the store.
+    return lambda connector: ApiClient(
+        Configuration(client_session_kwargs={"connector": connector, "trust_env": False})
+    )
 
 
 async def _read(content: aiohttp.StreamReader) -> bytes:
@@ -176,6 +198,9 @@ class KubernetesCluster:
             hint="give the pod's service account a Role that may create events and patch pods",
             without=f", or set {spelled('cluster.cluster_events')} to false",
         )
+
+    async def prepare(self) -> None:
+        await self._api_server.prepare()
 
     async def tell(self, event: PodEvent) -> None:
         namespace = await self._namespace()

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from typing import Final
@@ -29,6 +28,7 @@ from keepstep_agent.core.agent import drain
 from keepstep_agent.core.agent.commands import Command, Exit
 from keepstep_agent.core.agent.events import DurableEvent, Exited, Started
 from keepstep_agent.core.errors import KeepstepError
+from keepstep_agent.core.policies.commit_news import receivers_of
 from keepstep_agent.core.policies.repeated_deaths import GUESS
 from keepstep_agent.core.policies.run_exit import Drained
 from keepstep_agent.core.settings.values import Settings
@@ -43,11 +43,8 @@ from keepstep_agent.runtime.engine.engine import Engine
 from keepstep_agent.runtime.engine.journaling import recall, recover
 from keepstep_agent.runtime.engine.logs import say
 from keepstep_agent.runtime.engine.telemetry import StandstillLog
-from keepstep_agent.runtime.monitors.commit_news import CommitTeller
 from keepstep_agent.runtime.monitors.draining import DrainingNotice
-from keepstep_agent.runtime.monitors.kubernetes_events import cluster_news
 from keepstep_agent.runtime.monitors.lease import LeaseRenewer
-from keepstep_agent.runtime.monitors.ledger import LedgerWriter
 from keepstep_agent.runtime.monitors.mirror import Mirror
 from keepstep_agent.runtime.monitors.monitors import Monitors
 from keepstep_agent.runtime.monitors.objective import watch_objective
@@ -55,7 +52,11 @@ from keepstep_agent.runtime.monitors.other_writers import OtherWriters
 from keepstep_agent.runtime.monitors.preemption import preemption_watcher
 from keepstep_agent.runtime.monitors.ranks import LiveRanks, save_requester, termination_canceller
 from keepstep_agent.runtime.monitors.unannounced import UnannouncedRecovery
-from keepstep_agent.runtime.monitors.workload_boost import workload_boost
+from keepstep_agent.runtime.outside.commit_news import CommitEvents
+from keepstep_agent.runtime.outside.kubernetes_events import cluster_news
+from keepstep_agent.runtime.outside.ledger import LedgerWriter
+from keepstep_agent.runtime.outside.outbox import Outbox, Pace
+from keepstep_agent.runtime.outside.workload_boost import workload_boost
 from keepstep_agent.runtime.process.open_volume import claim_volume, volume_journal
 from keepstep_agent.runtime.work.announcements import Announcements
 from keepstep_agent.runtime.work.dispatcher import Dispatcher
@@ -325,6 +326,12 @@ async def run_agent(settings: Settings, *, fresh: bool = False, parent_pid: int 
         log.info("agent.serving", version=__version__, socket=settings.socket, destination=settings.store.destination)
         if limit := cpu_limit():
             log.info("cpu.limited", limit=str(limit), hint="in a pod, raise keepstep.dev/cpu")
+        ledger_box = Outbox(ledger, Pace())
+
+        async def note_end(command: Exit) -> None:
+            ledger.note_end(command, program_failed=monitors.program_failed, failed_early=monitors.failed_early)
+            await ledger_box.last_words()
+
         forever: list[Forever] = [
             lambda: monitors.watch_ranks(parent_pid),
             monitors.watch_disk,
@@ -333,7 +340,7 @@ async def run_agent(settings: Settings, *, fresh: bool = False, parent_pid: int 
             others.watch,
             litter.watch,
             fetches.run,
-            ledger.write,
+            ledger_box.run,
             lambda: _obey(signals, monitors),
         ]
         if mirror is not None:
@@ -344,13 +351,9 @@ async def run_agent(settings: Settings, *, fresh: bool = False, parent_pid: int 
         boost = await stack.enter_async_context(
             workload_boost(settings, state=lambda: state, clock=clock, executor=monitor_threads)
         )
-        at_exit: list[AtExit] = [
-            lambda command: ledger.last_words(
-                command, program_failed=monitors.program_failed, failed_early=monitors.failed_early
-            )
-        ]
+        at_exit: list[AtExit] = [note_end]
         if boost is not None:
-            forever.append(boost.keep)
+            forever.append(boost.run)
             at_exit.append(lambda _: boost.last_words())
         # The other nodes of a run leave it to the first one.
         is_first_of_run = parent_pid is not None and not settings.node_rank
@@ -361,11 +364,17 @@ async def run_agent(settings: Settings, *, fresh: bool = False, parent_pid: int 
         if draining is not None:
             forever.append(draining.keep)
             at_exit.append(lambda _: draining.last_words())
-        teller = CommitTeller(engine, clock)
-        forever += [partial(teller.tell, receiver) for receiver in teller.receivers]
+        receivers = receivers_of(settings.events)
+        forever += [Outbox(CommitEvents(engine, clock, receiver), Pace()).run for receiver in receivers]
         if news is not None:
-            forever += [news.tell, lambda: news.watch_restore(fetches.progress)]
-            at_exit.append(lambda command: news.last_words(command.lost))
+            news_box = Outbox(news, Pace(between_seconds=1.0))
+
+            async def tell_lost(command: Exit) -> None:
+                news.note_lost(command.lost)
+                await news_box.last_words()
+
+            forever += [news_box.run, lambda: news.watch_restore(fetches.progress)]
+            at_exit.append(tell_lost)
         # Not only with the first upload: a trainer may wait for it, or the grace period may be running.
         store.prepare()
         # In a pod nobody but people reads the code.

@@ -1,8 +1,7 @@
 """Keeps this agent's part of the run's ledger: notes what happens, and writes it to the destination from time to time.
 
-Nothing in the agent waits for it: entries are made in the engine's turn and written by a task of its own, with a short
-time-out. After a failure they wait for the next object, the oldest are dropped when there are too many, and one line
-says so. docs/design/0019 says when an object is written.
+Entries are made in the engine's turn. After a failure they wait for the next object; the oldest are dropped when there
+are too many. docs/design/0019 says when an object is written.
 """
 
 import asyncio
@@ -12,8 +11,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from itertools import islice
 from typing import Final
-
-import structlog
 
 from keepstep_agent.core.agent.checkpoint import Checkpoint
 from keepstep_agent.core.agent.commands import Exit
@@ -59,14 +56,12 @@ _ENTRIES_PER_OBJECT: Final = 1_000
 _BETWEEN_OBJECTS_SECONDS: Final = 60.0
 _BETWEEN_SIGNS_SECONDS: Final = 300.0
 _WRITE_SECONDS: Final = 10.0
-# The process has two seconds to close in, and SIGKILL may be near.
-_LAST_WORDS_SECONDS: Final = 0.5
-
-log = structlog.get_logger("keepstep.ledger")
 
 
 class LedgerWriter:
-    """`hear` is the engine's listener; `write` runs for as long as the agent does."""
+    """The outbox's sender to the destination. `hear` is the engine's listener."""
+
+    to = "ledger"
 
     def __init__(
         self,
@@ -99,7 +94,7 @@ class LedgerWriter:
         self._step = 0
         self._output = ""
         self._source = ""
-        self._wants_object = self._is_urgent = self._is_failing = False
+        self._wants_object = self._is_urgent = False
         # By the event loop's clock.
         self._next_object_at = self._last_object_at = float("-inf")
         self._news = asyncio.Event()
@@ -153,24 +148,38 @@ class LedgerWriter:
         first = () if self._first is None else (self._first,)
         return self._life_with((*first, *self._noted))
 
-    async def write(self) -> None:
-        """Write an object whenever one is due, until cancelled."""
-        while True:
-            await self._until_due()
+    async def until_due(self) -> None:
+        while not self._is_urgent:
+            due = [self._next_object_at] if self._wants_object else []
             if self._ranks:
-                self._add(lambda number: Alive(number=number, at=self._clock.now(), ranks=self._ranks, step=self._step))
-            # Before the write, because more may be noted meanwhile.
-            self._wants_object = self._is_urgent = False
-            self._last_object_at = asyncio.get_running_loop().time()
-            self._next_object_at = self._last_object_at + self._between_objects_seconds
-            try:
-                await self._write_one(_WRITE_SECONDS, most=_ENTRIES_PER_OBJECT)
-            except (KeepstepError, TimeoutError) as error:
-                self._wants_object = True
-                self._say(error)
+                due.append(max(self._next_object_at, self._last_object_at + self._between_signs_seconds))
+            due_at = min(due, default=None)
+            if due_at is not None and due_at <= asyncio.get_running_loop().time():
+                return
+            self._news.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout_at(due_at):
+                    await self._news.wait()
 
-    async def last_words(self, command: Exit, *, program_failed: bool = False, failed_early: bool = False) -> None:
-        """Note the agent's end, and write what is left. Takes only a moment, or gives up."""
+    async def send(self) -> None:
+        """Write an object."""
+        if self._ranks:
+            self._add(lambda number: Alive(number=number, at=self._clock.now(), ranks=self._ranks, step=self._step))
+        # Before the write, because more may be noted meanwhile.
+        self._wants_object = self._is_urgent = False
+        self._last_object_at = asyncio.get_running_loop().time()
+        self._next_object_at = self._last_object_at + self._between_objects_seconds
+        try:
+            async with asyncio.timeout(_WRITE_SECONDS):
+                await self._write_one(most=_ENTRIES_PER_OBJECT)
+        except (KeepstepError, TimeoutError):
+            self._wants_object = True
+            raise
+
+    async def send_last(self) -> None:
+        await self._write_one(most=_ENTRIES_KEPT)
+
+    def note_end(self, command: Exit, *, program_failed: bool = False, failed_early: bool = False) -> None:
         self._add(
             lambda number: AgentEnded(
                 number=number,
@@ -182,11 +191,6 @@ class LedgerWriter:
                 failed_early=failed_early,
             )
         )
-        try:
-            await self._write_one(_LAST_WORDS_SECONDS, most=_ENTRIES_KEPT)
-        except Exception as error:
-            # Whatever it is, the agent exits with its own code.
-            log.info("ledger.end_not_written", error=str(error) or "no time left", entries=len(self._entries))
 
     def _add(self, make: Callable[[int], LedgerEntry], *, wants_object: bool = True) -> None:
         self._number += 1
@@ -251,22 +255,8 @@ class LedgerWriter:
             number=number, at=event.at, source=_shortened(event.source), grace_seconds=grace_seconds
         )
 
-    async def _until_due(self) -> None:
-        """Wait until an object is to be written."""
-        while not self._is_urgent:
-            due = [self._next_object_at] if self._wants_object else []
-            if self._ranks:
-                due.append(max(self._next_object_at, self._last_object_at + self._between_signs_seconds))
-            due_at = min(due, default=None)
-            if due_at is not None and due_at <= asyncio.get_running_loop().time():
-                return
-            self._news.clear()
-            with suppress(TimeoutError):
-                async with asyncio.timeout_at(due_at):
-                    await self._news.wait()
-
-    async def _write_one(self, limit_seconds: float, *, most: int) -> None:
-        """Write an object with at most so many entries. Raises KeepstepError or TimeoutError, and then keeps them."""
+    async def _write_one(self, *, most: int) -> None:
+        """Write an object with at most so many entries. Raises KeepstepError, and then keeps them."""
         entries = tuple(islice(self._entries, most))
         written, is_full = entries[-1].number, len(entries) == most
         body = self._encoded(entries)
@@ -276,9 +266,7 @@ class LedgerWriter:
             body = self._encoded(entries)
         self._objects += 1
         key = ledger_key(self._attempt, self._clock.now(), f"{self._agent}.{self._objects}")
-        async with asyncio.timeout(limit_seconds):
-            await (await self._store.get()).put(key, body)
-        self._is_failing = False
+        await (await self._store.get()).put(key, body)
         # The oldest of them may have been dropped meanwhile.
         while self._entries and self._entries[0].number <= written:
             self._entries.popleft()
@@ -291,16 +279,6 @@ class LedgerWriter:
         return AgentLife(
             agent=self._agent, attempt=self._attempt, place=self._place, node_rank=self._node_rank, entries=entries
         )
-
-    def _say(self, error: BaseException) -> None:
-        if not self._is_failing:
-            self._is_failing = True
-            log.warning(
-                "ledger.not_written",
-                error=str(error) or "the store did not answer in time",
-                hint=error.hint if isinstance(error, KeepstepError) else "",
-                action="uploads go on; `keepstep report` lacks what is dropped",
-            )
 
 
 def _set_aside(work: str, suspect: Suspect, at: float) -> Callable[[int], WorkSetAside]:

@@ -1,7 +1,7 @@
 """Reports a pod's checkpoints to Kubernetes: a few Events, and an annotation with the newest committed checkpoint.
 
-Nothing in the agent waits for it: news is queued in the engine's turn and sent slowly by a task of its own. If the
-queue is full, the oldest is dropped. What the service account may not do is logged once and then left out.
+News is queued in the engine's turn and sent slowly. If the queue is full, the oldest is dropped. What the service
+account may not do is logged once and then left out.
 """
 
 import asyncio
@@ -32,10 +32,6 @@ _BETWEEN_ANNOTATIONS_SECONDS: Final = 30.0
 _BETWEEN_STORAGE_ERRORS_SECONDS: Final = 300.0
 _BETWEEN_RESTORES_SECONDS: Final = 60.0
 _GIB: Final = 1024**3
-_SHORTEST_PAUSE_SECONDS: Final = 1.0
-_LONGEST_PAUSE_SECONDS: Final = 60.0
-# The process has two seconds to close in, and SIGKILL may be near.
-_LAST_WORDS_SECONDS: Final = 0.5
 
 P = ParamSpec("P")
 
@@ -43,7 +39,9 @@ log = structlog.get_logger("keepstep.cluster")
 
 
 class KubernetesEvents:
-    """`hear` is the engine's listener; `tell` runs for as long as the agent does."""
+    """The outbox's sender to Kubernetes. `hear` is the engine's listener."""
+
+    to = "kubernetes"
 
     def __init__(
         self,
@@ -51,13 +49,11 @@ class KubernetesEvents:
         cluster: Cluster,
         clock: Clock,
         between_annotations_seconds: float = _BETWEEN_ANNOTATIONS_SECONDS,
-        shortest_pause_seconds: float = _SHORTEST_PAUSE_SECONDS,
         between_restores_seconds: float = _BETWEEN_RESTORES_SECONDS,
     ) -> None:
         self._cluster = cluster
         self._clock = clock
         self._between_annotations_seconds = between_annotations_seconds
-        self._shortest_pause_seconds = shortest_pause_seconds
         self._between_restores_seconds = between_restores_seconds
         self._events: deque[PodEvent] = deque(maxlen=_QUEUE_LIMIT)
         self._committed = ""
@@ -67,7 +63,7 @@ class KubernetesEvents:
         self._stuck = False
         self._unprotected: set[str] = set()
         self._forbidden: set[str] = set()
-        self._last_problem = ""
+        self._is_prepared = False
         self._news = asyncio.Event()
 
     def hear(self, state: State, event: Event) -> None:
@@ -110,19 +106,6 @@ class KubernetesEvents:
         log.warning("trainer.output_not_stored", directory=directory, hint=hint)
         self._note(EventType.WARNING, "OutputNotStored", f"{text}; {hint}", self._clock.now())
 
-    async def tell(self) -> None:
-        """Send the news, one call at a time, until cancelled."""
-        pause_seconds = self._shortest_pause_seconds
-        while True:
-            await self._wait_for_news()
-            try:
-                await self._tell_one()
-                pause_seconds = self._shortest_pause_seconds
-            except ClusterError as error:
-                self._say(error)
-                pause_seconds = min(_LONGEST_PAUSE_SECONDS, 2 * pause_seconds)
-            await asyncio.sleep(pause_seconds)
-
     async def watch_restore(self, progress: Callable[[], FetchProgress | None]) -> None:
         """Report from time to time how far a restore is that takes long, until cancelled."""
         while True:
@@ -134,24 +117,16 @@ class KubernetesEvents:
                 trouble = f"; {now.storage_error}" if now.storage_error else ""
                 self._note(event_type, "RestoreProgress", f"{text}{trouble}", self._clock.now())
 
-    async def last_words(self, lost: Sequence[str]) -> None:
-        """Send what is not durable, and the news that is left, at the agent's end. Takes only a moment, or gives up."""
+    def note_lost(self, lost: Sequence[str]) -> None:
+        """Say what is not durable at the agent's end."""
         for line in lost[:_QUEUE_LIMIT]:
             self._note(EventType.WARNING, "CheckpointLost", f"not durable: {line}", self._clock.now())
-        self._annotate_at = 0.0
-        try:
-            async with asyncio.timeout(_LAST_WORDS_SECONDS):
-                while await self._tell_one():
-                    pass
-        except (TimeoutError, ClusterError) as error:
-            log.info("kubernetes.not_told", events=len(self._events), error=str(error) or "no time left")
 
-    def _note(self, event_type: EventType, reason: str, message: str, at: float) -> None:
-        self._events.append(PodEvent(event_type=event_type, reason=reason, message=message, at=at))
-        self._news.set()
-
-    async def _wait_for_news(self) -> None:
-        """Wait until there is news that may be sent now."""
+    async def until_due(self) -> None:
+        if not self._is_prepared:
+            # Ahead of the first news: at the agent's end there is no time for it.
+            await self._cluster.prepare()
+            self._is_prepared = True
         while not self._events:
             due_seconds = None
             if self._committed != self._annotated:
@@ -165,22 +140,26 @@ class KubernetesEvents:
             except TimeoutError:
                 return
 
-    async def _tell_one(self) -> bool:
-        """Make one call if there is news; return whether there was. Raises ClusterError, and then keeps the news."""
+    async def send(self) -> None:
+        """Make one call. Raises ClusterError, and then keeps the news."""
         if self._events:
             event = self._events[0]
             if not await self._allowed("events", self._cluster.tell, event):
                 self._events.clear()
             elif self._events and self._events[0] is event:
                 self._events.popleft()
-            return True
-        now = asyncio.get_running_loop().time()
-        committed = self._committed
-        if committed != self._annotated and now >= self._annotate_at:
+        elif (committed := self._committed) != self._annotated:
             await self._allowed("pods", self._cluster.annotate, ANNOTATION_LAST_COMMITTED, committed)
-            self._annotated, self._annotate_at = committed, now + self._between_annotations_seconds
-            return True
-        return False
+            self._annotated = committed
+            self._annotate_at = asyncio.get_running_loop().time() + self._between_annotations_seconds
+
+    async def send_last(self) -> None:
+        while self._events or self._committed != self._annotated:
+            await self.send()
+
+    def _note(self, event_type: EventType, reason: str, message: str, at: float) -> None:
+        self._events.append(PodEvent(event_type=event_type, reason=reason, message=message, at=at))
+        self._news.set()
 
     async def _allowed(
         self, resource: str, call: Callable[P, Awaitable[None]], *arguments: P.args, **more: P.kwargs
@@ -195,13 +174,7 @@ class KubernetesEvents:
             self._forbidden.add(resource)
             log.warning("kubernetes.forbidden", resource=resource, error=str(error), hint=error.hint, action="left out")
             return False
-        self._last_problem = ""
         return True
-
-    def _say(self, error: ClusterError) -> None:
-        if str(error) != self._last_problem:
-            self._last_problem = str(error)
-            log.warning("kubernetes.unreachable", error=str(error), hint=error.hint)
 
 
 @asynccontextmanager

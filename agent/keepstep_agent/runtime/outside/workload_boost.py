@@ -1,8 +1,4 @@
-"""Keeps Kueue informed how cheap this run is to preempt, by the priority boost of its Workload.
-
-Nothing in the agent waits for it. At most one change a minute is told, and what goes wrong is logged once and tried
-again more and more seldom.
-"""
+"""Keeps Kueue informed how cheap this run is to preempt, by the priority boost of its Workload: a change a minute."""
 
 import asyncio
 import contextlib
@@ -10,25 +6,26 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Executor
 from typing import Final
 
-import structlog
-
 from keepstep_agent.core.agent.state import State
-from keepstep_agent.core.errors import ClusterError
 from keepstep_agent.core.policies.priority_boost import priority_boost
 from keepstep_agent.core.settings.values import Settings
 from keepstep_agent.ports import Clock, Workload
+from keepstep_agent.runtime.outside.outbox import Outbox, Pace
 
 _BETWEEN_LOOKS_SECONDS: Final = 60.0
-_LONGEST_PAUSE_SECONDS: Final = 3600.0
+_PACE: Final = Pace(
+    between_seconds=_BETWEEN_LOOKS_SECONDS,
+    shortest_pause_seconds=_BETWEEN_LOOKS_SECONDS,
+    longest_pause_seconds=3600.0,
+)
 _USUAL_SECONDS: Final = 1800.0
 """How old a recovery point gets, until a run has shown that itself."""
-_LAST_WORDS_SECONDS: Final = 0.5
-
-log = structlog.get_logger("keepstep.cluster")
 
 
 class WorkloadBoost:
-    """`keep` runs for as long as the agent does."""
+    """The outbox's sender to Kueue."""
+
+    to = "kueue"
 
     def __init__(
         self,
@@ -44,32 +41,22 @@ class WorkloadBoost:
         self._between_looks_seconds = between_looks_seconds
         self._told: int | None = None
 
-    async def keep(self) -> None:
-        """Set the boost whenever it is another one, until cancelled."""
-        problem, pause_seconds = "", self._between_looks_seconds
+    async def until_due(self) -> None:
         while True:
-            wanted = self._wanted()
-            try:
-                if wanted is not None and wanted != self._told:
-                    await self._workload.boost(wanted)
-                    self._told = wanted
-                problem, pause_seconds = "", self._between_looks_seconds
-            except ClusterError as error:
-                if str(error) != problem:
-                    problem = str(error)
-                    log.warning("kueue.not_told", error=problem, hint=error.hint)
-                pause_seconds = min(_LONGEST_PAUSE_SECONDS, 2 * pause_seconds)
-            await asyncio.sleep(pause_seconds)
+            if self._wanted() not in (None, self._told):
+                return
+            await asyncio.sleep(self._between_looks_seconds)
 
-    async def last_words(self) -> None:
-        """Take the boost back: a job that waits in the queue has nothing cheap to lose. A moment, or it gives up."""
-        if not self._told:
-            return
-        try:
-            async with asyncio.timeout(_LAST_WORDS_SECONDS):
-                await self._workload.boost(0)
-        except (TimeoutError, ClusterError) as error:
-            log.info("kueue.boost_left", boost=self._told, error=str(error) or "no time left")
+    async def send(self) -> None:
+        wanted = self._wanted()
+        if wanted is not None:
+            await self._workload.boost(wanted)
+            self._told = wanted
+
+    async def send_last(self) -> None:
+        """Take the boost back: a job that waits in the queue has nothing cheap to lose."""
+        if self._told:
+            await self._workload.boost(0)
 
     def _wanted(self) -> int | None:
         """Return the boost by what is uncommitted now; None if nothing is to be said."""
@@ -89,7 +76,7 @@ class WorkloadBoost:
 @contextlib.asynccontextmanager
 async def workload_boost(
     settings: Settings, *, state: Callable[[], State], clock: Clock, executor: Executor
-) -> AsyncIterator[WorkloadBoost | None]:
+) -> AsyncIterator[Outbox | None]:
     """Give what tells Kueue while the context is open; None if the settings ask for none, or another pod tells it."""
     cluster = settings.cluster
     is_reachable = cluster.cluster_events and cluster.kubernetes_host and (cluster.job_uid or cluster.pod_uid)
@@ -101,6 +88,6 @@ async def workload_boost(
 
     workload = KueueWorkload(cluster, executor)
     try:
-        yield WorkloadBoost(workload=workload, state=state, clock=clock)
+        yield Outbox(WorkloadBoost(workload=workload, state=state, clock=clock), _PACE)
     finally:
         await workload.close()
