@@ -18,6 +18,8 @@ VERSION: Final = "1.33"
 """Of the Kubernetes that is rendered for where nothing else is said."""
 IMAGE: Final = {"repository": "registry.example/keepstep"}
 
+_OTHERS: Final = ("console", "certificates")
+
 Object = dict[str, Any]
 Values = Mapping[str, Any]
 
@@ -75,17 +77,21 @@ def objects_in(text: str) -> list[Object]:
 
 
 def of_kind(objects: list[Object], kind: str, name: str | None = None) -> Object:
-    """The only one; without a name, the only one that is not the console's."""
+    """The only one; without a name, the only one that is not of the console or of the certificates' Jobs."""
     (found,) = [
         one
         for one in objects
-        if one["kind"] == kind and (one["metadata"]["name"] == name if name else not is_of_console(one))
+        if one["kind"] == kind and (one["metadata"]["name"] == name if name else _component(one) not in _OTHERS)
     ]
     return found
 
 
 def is_of_console(one: Object) -> bool:
-    return bool(one["metadata"].get("labels", {}).get("app.kubernetes.io/component") == "console")
+    return _component(one) == "console"
+
+
+def _component(one: Object) -> str:
+    return str(one["metadata"].get("labels", {}).get("app.kubernetes.io/component", ""))
 
 
 def webhook_pod(objects: list[Object]) -> Object:
@@ -96,6 +102,17 @@ def webhook_pod(objects: list[Object]) -> Object:
 
 def arguments_of(objects: list[Object]) -> list[str]:
     """What the webhook's container passes to `keepstep`."""
-    (container,) = webhook_pod(objects)["spec"]["containers"]
+    return arguments_in(webhook_pod(objects))
+
+
+def certificate_pods(objects: list[Object]) -> list[Object]:
+    """The templates in the Job and the CronJob that make and renew certificates; none with cert-manager."""
+    jobs = [one["spec"] for one in objects if one["kind"] == "Job"]
+    jobs += [one["spec"]["jobTemplate"]["spec"] for one in objects if one["kind"] == "CronJob"]
+    return [job["template"] for job in jobs]
+
+
+def arguments_in(pod: Object) -> list[str]:
+    (container,) = pod["spec"]["containers"]
     arguments: list[str] = container["args"]
     return arguments

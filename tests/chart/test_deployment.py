@@ -3,13 +3,13 @@
 from typing import Any
 
 import pytest
-from tests.chart.rendering import NAMESPACE, Object, arguments_of, of_kind, render, webhook_pod
+from tests.chart.rendering import NAMESPACE, Object, arguments_of, certificate_pods, of_kind, render, webhook_pod
 from tests.chart.values_matrix import MATRIX
 
 from keepstep_agent.cli.webhook import _settings, webhook
-from keepstep_agent.webhook.settings import FINISH_SECONDS, CertificateTimings, WebhookSettings
+from keepstep_agent.webhook.settings import FINISH_SECONDS, WebhookSettings
 
-WITH_DEFAULTS_OF_THE_PROGRAM = {"log_format", "kubernetes_host", "kubernetes_port", "service_account"}
+WITH_DEFAULTS_OF_THE_PROGRAM = {"log_format"}
 
 
 def settings_of(objects: list[Object]) -> WebhookSettings:
@@ -76,8 +76,9 @@ def test_every_label_that_is_selected_is_the_pods_whatever_labels_are_added() ->
         *(one["labelSelector"]["matchLabels"] for one in spread),
     ]:
         assert selector.items() <= labels.items()
-        # What `helm test` starts is no webhook.
-        assert not selector.items() <= of_kind(objects, "Pod")["metadata"]["labels"].items()
+        # What `helm test` starts is no webhook, and a Job is none.
+        for other in [of_kind(objects, "Pod"), *certificate_pods(objects)]:
+            assert not selector.items() <= other["metadata"]["labels"].items()
 
 
 def test_the_api_server_finds_the_webhook_by_its_service() -> None:
@@ -99,22 +100,19 @@ def test_what_has_begun_is_answered_before_the_pod_is_killed() -> None:
         assert grace_seconds > settings_of(objects).lame_duck_seconds + 2 * FINISH_SECONDS
 
 
-def test_probes_ask_the_port_without_tls_and_grant_the_time_that_first_certificates_take() -> None:
+def test_probes_ask_the_port_without_tls() -> None:
     container = container_of(webhook_pod(render()))
-    paths = {name: container[name]["httpGet"] for name in ("startupProbe", "readinessProbe", "livenessProbe")}
+    paths = {name: container[name]["httpGet"] for name in ("readinessProbe", "livenessProbe")}
     assert paths == {
-        "startupProbe": {"path": "/healthz", "port": "http"},
         "readinessProbe": {"path": "/readyz", "port": "http"},
         "livenessProbe": {"path": "/healthz", "port": "http"},
     }
-    startup = container["startupProbe"]
-    assert startup["periodSeconds"] * startup["failureThreshold"] > CertificateTimings().begin_seconds
 
 
 @pytest.mark.parametrize("values", MATRIX.values(), ids=MATRIX)
 def test_pods_are_restricted_as_pod_security_has_it(values: dict[str, Any]) -> None:
     objects = render(values)
-    for pod in [webhook_pod(objects), of_kind(objects, "Pod")]:
+    for pod in [webhook_pod(objects), of_kind(objects, "Pod"), *certificate_pods(objects)]:
         spec = pod["spec"]
         assert spec["securityContext"]["runAsNonRoot"] is True
         assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
@@ -125,7 +123,7 @@ def test_pods_are_restricted_as_pod_security_has_it(values: dict[str, Any]) -> N
             "readOnlyRootFilesystem": True,
             "capabilities": {"drop": ["ALL"]},
         }
-        assert {kind for volume in spec["volumes"] for kind in volume if kind != "name"} <= {"emptyDir", "secret"}
+        assert {kind for volume in spec.get("volumes", ()) for kind in volume if kind != "name"} <= {"secret"}
     assert webhook_pod(objects)["spec"].get("hostNetwork", False) == values.get("hostNetwork", False)
 
 
@@ -148,6 +146,10 @@ def test_on_the_nodes_network_a_new_one_need_not_wait_for_a_port_for_ever() -> N
 def test_placement_is_as_values_say() -> None:
     values = MATRIX["placed with care"]
     spec = webhook_pod(render(values))["spec"]
+    for pod in certificate_pods(render(values)):
+        for name in ("priorityClassName", "tolerations", "nodeSelector"):
+            assert pod["spec"][name] == spec[name]
+        assert pod["metadata"]["annotations"] == values["podAnnotations"]
     for name in ("priorityClassName", "tolerations", "affinity"):
         assert spec[name] == values[name]
     assert spec["nodeSelector"] == {"kubernetes.io/os": "linux", **values["nodeSelector"]}

@@ -8,7 +8,17 @@ from typing import Any
 import pytest
 import yaml
 from tests.chart.annotation_names import SCHEMA, for_every_pod, schema
-from tests.chart.rendering import CHART, HelmError, arguments_of, objects_in, render, template, webhook_pod, with_image
+from tests.chart.rendering import (
+    CHART,
+    HelmError,
+    arguments_in,
+    certificate_pods,
+    objects_in,
+    render,
+    template,
+    webhook_pod,
+    with_image,
+)
 from tests.chart.values_table import values
 
 NONSENSE = {
@@ -120,5 +130,5 @@ def test_the_chart_can_be_a_part_of_another_with_a_condition_and_globals(tmp_pat
     (tmp_path / "charts" / "keepstep").symlink_to(CHART)
     values = {"global": {"domain": "a.example"}, "keepstep": {"enabled": True, **with_image({"replicas": 3})}}
     objects = objects_in(template(values, chart=tmp_path, release="platform"))
-    assert "--configuration=platform-keepstep" in arguments_of(objects)
+    assert all("--configuration=platform-keepstep" in arguments_in(pod) for pod in certificate_pods(objects))
     assert "Deployment" not in template({"keepstep": {"enabled": False}}, chart=tmp_path, release="platform")

@@ -1,4 +1,4 @@
-"""The chart, installed in a control plane as Helm would, and its webhook as a process beside it.
+"""The chart, installed in a control plane as Helm would, and its webhook and its Job as processes beside it.
 
 Two things are changed, because nothing runs in such a cluster: the Service leads to localhost, and the configuration
 calls it at the port of our process. The API server still verifies the Service's name by `caBundle`.
@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from itertools import count
 from pathlib import Path
 from typing import Final, Self
-from urllib.parse import urlsplit
 
 import yaml
 from tests.chart.rendering import NAMESPACE, Object, arguments_of, of_kind, render
@@ -17,12 +16,11 @@ from tests.cluster.api import ApiError
 from tests.cluster.control_plane import ControlPlane
 from tests.harness.agent_process import wait_until
 from tests.harness.bounds import HANG_SECONDS
-from tests.harness.hasty_webhook import TIMINGS_VARIABLE
+from tests.harness.installed_chart import mount_secret, run_job
 from tests.harness.webhook_process import WebhookProcess, training_pod
 
 _OURS: Final = ("--listen=", "--http-listen=", "--certificates=", "--image=", "--lame-duck-seconds=")
 _TOKEN_SECONDS: Final = 3600
-_PACE: Final = '{"look_seconds": 0.5, "retry_seconds": 0.2}'
 
 
 class Installation:
@@ -87,36 +85,41 @@ class Installation:
     def secret(self) -> Object:
         return self.api.get(of_kind(self.objects, "Secret"))
 
-    def service_account(self, folder: Path) -> Path:
-        """The chart's, as kubelet mounts it into the webhook's pod."""
-        account = of_kind(self.objects, "ServiceAccount")
+    def run_job(self, folder: Path) -> None:
+        """With its service account's files in a new folder, as kubelet mounts them."""
+        account = of_kind(self.objects, "ServiceAccount", "keepstep-certs")
         write_account(folder, self._control_plane.authority, self.api.create_token(account, _TOKEN_SECONDS))
-        return folder
+        done = run_job(self.url, folder)
+        assert done.returncode == 0, done.stderr
 
 
 class InstalledWebhook(WebhookProcess):
-    """The process that the chart's Deployment would run, with its flags and its ServiceAccount's rights."""
+    """The process that the chart's Deployment would run, with its flags, and the Secret that the Job has filled."""
 
     def __init__(self, folder: Path, installation: Installation) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        address = urlsplit(installation.url)
         _, *flags = arguments_of(installation.objects)
         super().__init__(
             folder,
             *(flag for flag in flags if not flag.startswith(_OURS)),
             f"--listen=127.0.0.1:{installation.port}",
             "--lame-duck-seconds=0",
-            f"--kubernetes-host={address.hostname}",
-            f"--kubernetes-port={address.port}",
-            f"--service-account={installation.service_account(folder / 'service-account')}",
-            launcher=("env", f"{TIMINGS_VARIABLE}={_PACE}"),
-            module="tests.harness.hasty_webhook",
         )
+        self._installation = installation
+        self._numbers = count()
         self.port = installation.port
 
     def __enter__(self) -> Self:
+        self.renew()
         self.start()
         return self
+
+    def renew(self) -> None:
+        """Run the Job, and mount what it has written."""
+        self._installation.run_job(self.folder / f"service-account-{next(self._numbers)}")
+        self.mount()
+
+    def mount(self) -> None:
+        mount_secret(self, self._installation.secret)
 
 
 def write_account(folder: Path, authority: Path, token: str) -> None:

@@ -17,12 +17,12 @@ from tests.cluster.api import Api, ApiError, Object
 from tests.cluster.installation import Installation, InstalledWebhook, without_classes
 from tests.harness.agent_process import wait_until
 from tests.harness.bounds import HANG_SECONDS
-from tests.harness.installed_chart import SERVICE, bundle_patch, kept_when_due
+from tests.harness.installed_chart import bundle_patch, made
 from tests.harness.webhook_process import training_pod
 from tests.injection import golden_pods
 
 from keepstep_agent.core.injection.spec import Mutation
-from keepstep_agent.webhook.certificates import read_secret
+from keepstep_agent.webhook.certificates import SecretContent, bundle_of
 
 pytestmark = [pytest.mark.nightly, pytest.mark.slow, pytest.mark.timeout(1200)]
 
@@ -176,15 +176,15 @@ def test_every_golden_pod_is_taken_as_it_is_injected(
     assert "keepstep-agent" in str(installation.api.create(asked, dry_run=True).object["spec"])
 
 
-def test_the_authority_is_rotated_and_no_pod_is_refused_meanwhile(
+def test_the_certificate_is_renewed_and_no_pod_is_refused_meanwhile(
     installation: Installation, namespace: str, webhook: InstalledWebhook
 ) -> None:
-    webhook.terminate()
-    webhook.wait()
-    old = kept_when_due()
-    installation.api.patch(installation.secret, {"data": old.data()})
-    publish(installation, old.data()["ca.crt"])
-    webhook.start()
+    old = SecretContent(served=made(days_ago=244), following=made(days_ago=0.05))
+    bundle = bundle_of(old, (), datetime.now(UTC))
+    publish(installation, bundle)
+    installation.api.patch(installation.secret, {"data": old.data(bundle)})
+    webhook.mount()
+    wait_until(lambda: webhook.served() == old.certificates[0], HANG_SECONDS, "the old one is served")
     installation.wait_until_asked()
     ends = threading.Event()
     failures: list[Exception] = []
@@ -203,11 +203,9 @@ def test_the_authority_is_rotated_and_no_pod_is_refused_meanwhile(
     asking = threading.Thread(target=ask)
     asking.start()
     try:
-        before = old.authorities[0].certificate
+        webhook.renew()
         wait_until(
-            lambda: bool(failures) or webhook.served().issuer != before.subject,
-            HANG_SECONDS,
-            "a leaf of the new CA is served",
+            lambda: bool(failures) or webhook.served() == old.certificates[1], HANG_SECONDS, "the next one is served"
         )
         so_far = asked
         wait_until(lambda: bool(failures) or asked > so_far + 5, HANG_SECONDS, "it goes on")
@@ -215,8 +213,7 @@ def test_the_authority_is_rotated_and_no_pod_is_refused_meanwhile(
         ends.set()
         asking.join(HANG_SECONDS)
     assert not failures
-    assert before in x509.load_pem_x509_certificates(published(installation))
-    assert len(read_secret(installation.secret, SERVICE, datetime.now(UTC)).authorities) == 2
+    assert old.certificates[0] in x509.load_pem_x509_certificates(published(installation))
 
 
 def published(installation: Installation) -> bytes:
@@ -233,11 +230,12 @@ def test_a_bundle_that_somebody_took_away_is_put_back(
     installation: Installation, namespace: str, webhook: InstalledWebhook
 ) -> None:
     publish(installation, None)
-    wait_until(lambda: bool(published(installation)), HANG_SECONDS, "it is published again")
+    webhook.renew()
+    assert published(installation)
     installation.wait_until_asked()
 
 
-def test_an_upgrade_of_the_chart_keeps_what_the_webhook_wrote(
+def test_an_upgrade_of_the_chart_keeps_what_the_job_wrote(
     installation: Installation, namespace: str, webhook: InstalledWebhook
 ) -> None:
     secret, bundle = installation.secret["data"], published(installation)
@@ -289,20 +287,23 @@ def test_under_ignore_they_run_without(installation: Installation, namespace: st
         ("admissionregistration.k8s.io", "mutatingwebhookconfigurations", "patch", "another"),
     ],
 )
-def test_the_webhook_may_do_nothing_else(
+def test_the_job_may_do_nothing_else_and_the_webhook_nothing(
     installation: Installation, group: str, resource: str, verb: str, name: str
 ) -> None:
-    assert not may(installation.api, group, resource, verb, name)
+    assert not may(installation.api, "keepstep-certs", group, resource, verb, name)
+    assert not may(installation.api, "keepstep-webhook", group, resource, verb, name)
 
 
-def test_the_webhook_may_do_what_it_needs(installation: Installation) -> None:
+def test_the_job_may_do_what_it_needs(installation: Installation) -> None:
     """That the other test would notice."""
-    assert may(installation.api, "", "secrets", "get", "keepstep-webhook-certificates")
+    asked = ("", "secrets", "get", "keepstep-webhook-certificates")
+    assert may(installation.api, "keepstep-certs", *asked)
+    assert not may(installation.api, "keepstep-webhook", *asked)
 
 
-def may(api: Api, group: str, resource: str, verb: str, name: str) -> bool:
+def may(api: Api, account: str, group: str, resource: str, verb: str, name: str) -> bool:
     attributes = {"group": group, "resource": resource, "verb": verb, "name": name, "namespace": NAMESPACE}
-    user = f"system:serviceaccount:{NAMESPACE}:keepstep-webhook"
+    user = f"system:serviceaccount:{NAMESPACE}:{account}"
     review = {
         "apiVersion": "authorization.k8s.io/v1",
         "kind": "SubjectAccessReview",

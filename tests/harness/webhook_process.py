@@ -36,7 +36,7 @@ class WebhookProcess:
         self.certificates = folder / "certificates"
         self.authority = folder
         """The CA of the certificate that was put there last."""
-        self._folder = folder
+        self.folder = folder
         self._log_path = folder / "webhook.log"
         self._command = [
             *launcher,
@@ -88,7 +88,7 @@ class WebhookProcess:
 
     def make_certificate(self) -> Path:
         """The CA of a new one, to be put in place."""
-        made = make_certificate(self._folder / f"certificate-{len(list(self._folder.glob('certificate-*')))}")
+        made = make_certificate(self.folder / f"certificate-{len(list(self.folder.glob('certificate-*')))}")
         shutil.copy(made.certificate, made.certificate.with_name("tls.crt"))
         shutil.copy(made.key, made.key.with_name("tls.key"))
         return made.certificate
@@ -96,7 +96,7 @@ class WebhookProcess:
     def put_certificate(self, authority: Path) -> None:
         """As kubelet does it: by the change of one link."""
         self.authority = authority
-        link = self._folder / "link"
+        link = self.folder / "link"
         link.symlink_to(authority.parent)
         link.replace(self.certificates)
 

@@ -1,5 +1,7 @@
-"""The certificates that we make, verified by OpenSSL: in real handshakes, and by its command line at its strictest."""
+"""The certificates that we make, verified by OpenSSL at its strictest; which are due, over years of virtual time."""
 
+import base64
+import random
 import shutil
 import ssl
 import subprocess
@@ -7,187 +9,217 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
 from tests.harness.bounds import HANG_SECONDS
+from tests.webhook.handshakes import serving, shake_hands
 
-from keepstep_agent.core.policies.certificate_rotation import CertificateLifetimes, Plan, plan
-from keepstep_agent.webhook.certificate_keeper import ServingCertificate
 from keepstep_agent.webhook.certificates import (
+    CertificateLifetimes,
     CertificateWithKey,
     SecretContent,
-    make_authority,
-    make_leaf,
+    bundle_of,
+    make_certificate,
+    read_bundle,
     read_secret,
+    renewed,
 )
 
 NOW = datetime.now(UTC)
 LIVES = CertificateLifetimes()
 SERVICE = "keepstep-webhook.keepstep.svc"
 NAMES = frozenset({SERVICE, f"{SERVICE}.cluster.local"})
+DAY = timedelta(days=1)
+MINUTE = timedelta(minutes=1)
 
 
-def pem(leaf: CertificateWithKey) -> bytes:
-    return leaf.certificate_pem + leaf.key_pem
+def made(age: timedelta = timedelta()) -> CertificateWithKey:
+    return make_certificate(NAMES, NOW - age, LIVES)
 
 
-def due(kept: SecretContent) -> Plan:
-    return plan(NOW, *kept.terms, {}, LIVES)
-
-
-def shake_hands(folder: Path, leaf: CertificateWithKey, bundle: bytes, name: str) -> None:
-    """Both sides in memory, the client as strict as it can be."""
-    certificate = ServingCertificate(folder)
-    certificate.put(pem(leaf))
-    serving = certificate.context
-    trusting = ssl.create_default_context(cadata=bundle.decode())
-    trusting.verify_flags |= ssl.VERIFY_X509_STRICT
-    there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
-    client = trusting.wrap_bio(back, there, server_hostname=name)
-    server = serving.wrap_bio(there, back, server_side=True)
-    for _ in range(3):
-        for side in (client, server):
-            try:
-                side.do_handshake()
-            except ssl.SSLWantReadError:
-                continue
-    assert client.version() == "TLSv1.3"
+def pems(*some: CertificateWithKey) -> bytes:
+    return b"".join(one.certificate_pem for one in some)
 
 
 @pytest.mark.parametrize("name", sorted(NAMES))
-def test_a_leaf_is_verified_by_its_authority_for_each_of_its_names(tmp_path: Path, name: str) -> None:
-    authority = make_authority(NOW, LIVES)
-    shake_hands(tmp_path, make_leaf(authority, NAMES, NOW, LIVES), authority.certificate_pem, name)
+def test_a_certificate_is_verified_by_itself_for_each_of_its_names(tmp_path: Path, name: str) -> None:
+    one = made()
+    shake_hands(serving(tmp_path, one), one.certificate_pem, name)
 
 
 def test_for_another_name_it_is_not(tmp_path: Path) -> None:
-    authority = make_authority(NOW, LIVES)
-    leaf = make_leaf(authority, NAMES, NOW, LIVES)
+    one = made()
     with pytest.raises(ssl.SSLCertVerificationError, match="mismatch"):
-        shake_hands(tmp_path, leaf, authority.certificate_pem, "keepstep-webhook.other.svc")
+        shake_hands(serving(tmp_path, one), one.certificate_pem, "keepstep-webhook.other.svc")
 
 
-@pytest.mark.parametrize("newest_first", [True, False])
-def test_a_bundle_of_two_verifies_leaves_of_both(tmp_path: Path, newest_first: bool) -> None:
-    authorities = [make_authority(NOW, LIVES) for _ in range(2)]
-    assert authorities[0].certificate.subject != authorities[1].certificate.subject, "OpenSSL finds a CA by its name"
-    pems = [one.certificate_pem for one in authorities]
-    bundle = b"".join(reversed(pems) if newest_first else pems)
-    for authority in authorities:
-        shake_hands(tmp_path, make_leaf(authority, NAMES, NOW, LIVES), bundle, SERVICE)
-
-
-def test_an_authority_does_not_verify_anothers_leaf(tmp_path: Path) -> None:
-    authority, other = make_authority(NOW, LIVES), make_authority(NOW, LIVES)
-    with pytest.raises(ssl.SSLCertVerificationError):
-        shake_hands(tmp_path, make_leaf(authority, NAMES, NOW, LIVES), other.certificate_pem, SERVICE)
+def test_a_bundle_of_several_verifies_each_and_no_other(tmp_path: Path) -> None:
+    first, second, other = made(), made(), made()
+    for bundle in (pems(first, second), pems(second, first)):
+        for one in (first, second):
+            shake_hands(serving(tmp_path, one), bundle, SERVICE)
+        with pytest.raises(ssl.SSLCertVerificationError):
+            shake_hands(serving(tmp_path, other), bundle, SERVICE)
 
 
 def test_names_as_long_as_kubernetes_allows_fit(tmp_path: Path) -> None:
     name = f"{'s' * 63}.{'n' * 63}.svc"
-    authority = make_authority(NOW, LIVES)
-    shake_hands(tmp_path, make_leaf(authority, {name}, NOW, LIVES), authority.certificate_pem, name)
-
-
-def test_a_leaf_ends_with_its_authority_and_begins_no_earlier() -> None:
-    authority = make_authority(NOW - timedelta(days=360), LIVES)
-    leaf = make_leaf(authority, NAMES, NOW, LIVES)
-    assert leaf.certificate.not_valid_after_utc == authority.certificate.not_valid_after_utc
-    young = make_authority(NOW, LIVES)
-    leaf = make_leaf(young, NAMES, NOW, LIVES)
-    assert leaf.certificate.not_valid_before_utc == young.certificate.not_valid_before_utc
-    assert leaf.certificate.not_valid_before_utc <= NOW - timedelta(minutes=59), "clocks may differ"
+    one = make_certificate({name}, NOW, LIVES)
+    shake_hands(serving(tmp_path, one), one.certificate_pem, name)
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="there is no openssl on this machine")
-def test_openssl_at_its_strictest_takes_them(tmp_path: Path) -> None:
-    authority = make_authority(NOW, LIVES)
-    leaf = make_leaf(authority, NAMES, NOW, LIVES)
-    (tmp_path / "ca.crt").write_bytes(authority.certificate_pem)
-    (tmp_path / "tls.crt").write_bytes(leaf.certificate_pem)
+def test_openssl_at_its_strictest_takes_it_and_nothing_that_its_key_signs(tmp_path: Path) -> None:
+    one = made()
+    (tmp_path / "tls.crt").write_bytes(one.certificate_pem)
     command = ["openssl", "verify", "-x509_strict", "-purpose", "sslserver", "-verify_hostname", SERVICE]
-    done = subprocess.run(
-        [*command, "-CAfile", tmp_path / "ca.crt", tmp_path / "tls.crt"],
-        capture_output=True,
-        text=True,
-        timeout=HANG_SECONDS,
-    )
+    command += ["-CAfile", str(tmp_path / "tls.crt")]
+
+    def verify(path: Path) -> "subprocess.CompletedProcess[str]":
+        return subprocess.run([*command, path], capture_output=True, text=True, timeout=HANG_SECONDS)
+
+    done = verify(tmp_path / "tls.crt")
     assert done.returncode == 0, done.stderr
-    command = ["openssl", "verify", "-x509_strict", "-CAfile", str(tmp_path / "ca.crt")]
-    sub_authority = make_leaf(CertificateWithKey(certificate=leaf.certificate, key=leaf.key), NAMES, NOW, LIVES)
-    (tmp_path / "sub.crt").write_bytes(sub_authority.certificate_pem)
-    done = subprocess.run(
-        [*command, "-untrusted", tmp_path / "tls.crt", tmp_path / "sub.crt"],
-        capture_output=True,
-        text=True,
-        timeout=HANG_SECONDS,
+    signed = (
+        x509.CertificateBuilder()
+        .subject_name(x509.Name([]))
+        .issuer_name(one.certificate.subject)
+        .public_key(one.key.public_key())
+        .serial_number(1)
+        .not_valid_before(NOW - DAY)
+        .not_valid_after(NOW + DAY)
+        .add_extension(x509.SubjectAlternativeName([x509.DNSName(SERVICE)]), critical=True)
+        .sign(one.key, hashes.SHA256())
     )
-    assert done.returncode != 0, "a leaf must sign nothing"
-
-
-def kept() -> SecretContent:
-    first = SecretContent().after(due(SecretContent()), NAMES, NOW, LIVES)
-    old = make_authority(NOW - timedelta(days=200), LIVES)
-    return SecretContent(authorities=(*first.authorities, old), leaf=first.leaf, issuer=first.issuer)
+    pair = CertificateWithKey(certificate=signed, key=one.key)
+    (tmp_path / "signed.crt").write_bytes(pair.certificate_pem)
+    assert verify(tmp_path / "signed.crt").returncode != 0
 
 
 def test_what_is_written_to_the_secret_is_read_again() -> None:
-    written = kept()
-    found = read_secret({"data": written.data()}, SERVICE, NOW)
-    assert found.terms == written.terms
-    assert found.data() == written.data()
+    for written in (SecretContent(served=made()), SecretContent(served=made(), following=made())):
+        data = written.data("")
+        assert read_secret({"data": data}, NAMES, NOW).certificates == written.certificates
 
 
-@pytest.mark.parametrize("entry", ["tls.crt", "tls.key", "ca.crt", "ca.key"])
+@pytest.mark.parametrize("entry", ["tls.crt", "tls.key"])
 @pytest.mark.parametrize("text", [None, "", "%%%", "Z2FyYmFnZQ==", 7])
 def test_a_secret_with_an_entry_that_is_none_is_made_whole_again(entry: str, text: object) -> None:
-    data: dict[str, object] = {**kept().data(), entry: text}
-    if text is None:
-        del data[entry]
-    found = read_secret({"data": data}, SERVICE, NOW)
-    made = found.after(due(found), NAMES, NOW, LIVES)
-    whole = read_secret({"data": made.data()}, SERVICE, NOW)
-    assert whole.leaf is not None
-    assert whole.after(due(whole), NAMES, NOW, LIVES) == whole, "and nothing else is due"
-
-
-def test_a_certificate_that_is_no_authority_is_not_taken_for_one() -> None:
-    data = kept().data()
-    found = read_secret({"data": {**data, "ca.crt": data["tls.crt"], "ca.key": data["tls.key"]}}, SERVICE, NOW)
-    assert found == SecretContent()
+    data = {**SecretContent(served=made()).data(""), entry: text}
+    found = read_secret({"data": data}, NAMES, NOW)
+    assert found.served is None
+    after = renewed(found, (), NAMES, NOW, LIVES)
+    assert after.served is not None
+    assert renewed(after, (), NAMES, NOW, LIVES) == after, "and nothing else is due"
 
 
 @pytest.mark.parametrize(
-    ("name", "now"),
+    ("names", "now"),
     [
-        ("keepstep-webhook.other.svc", NOW),
-        (SERVICE, NOW + LIVES.leaf + timedelta(minutes=1)),
-        (SERVICE, NOW - timedelta(hours=2)),
+        (["keepstep-webhook.other.svc"], NOW),
+        (NAMES, NOW + LIVES.life + MINUTE),
+        (NAMES, NOW - timedelta(hours=2)),
     ],
     ids=["for another Service", "expired", "from the future"],
 )
-def test_a_leaf_that_api_servers_would_not_take_is_none(name: str, now: datetime) -> None:
-    assert read_secret({"data": kept().data()}, SERVICE, NOW).leaf is not None
-    assert read_secret({"data": kept().data()}, name, now).leaf is None
+def test_what_api_servers_would_not_take_is_none(names: list[str], now: datetime) -> None:
+    data = SecretContent(served=made()).data("")
+    assert read_secret({"data": data}, NAMES, NOW).served is not None
+    assert read_secret({"data": data}, names, now).served is None
 
 
-def test_a_leaf_of_an_authority_that_is_not_kept_is_none() -> None:
-    data, other = kept().data(), kept().data()
-    theirs = {name: other[name] for name in ("tls.crt", "tls.key")}
-    found = read_secret({"data": {**data, **theirs}}, SERVICE, NOW)
-    assert found.leaf is None
-    assert len(found.authorities) == 2
+def test_the_key_of_another_certificate_is_none() -> None:
+    data = {**SecretContent(served=made()).data(""), "tls.key": SecretContent(served=made()).data("")["tls.key"]}
+    assert read_secret({"data": data}, NAMES, NOW).served is None
 
 
-def test_a_pair_that_is_put_serves_is_its_owners_alone_and_outlives_the_process(tmp_path: Path) -> None:
-    folder = tmp_path / "certificates"
-    authority = make_authority(NOW, LIVES)
-    for days in range(3):
-        leaf = make_leaf(authority, NAMES, NOW + timedelta(days=days), LIVES)
-        certificate = ServingCertificate(folder)
-        assert certificate.seconds_left() < 0
-        certificate.put(pem(leaf))
-        assert certificate.expires_at == leaf.certificate.not_valid_after_utc
-        (file,) = folder.iterdir()
-        assert file.stat().st_mode & 0o777 == 0o600
-        again = ServingCertificate(folder)
-        again.load()
-        assert again.expires_at == certificate.expires_at
+def test_a_young_one_is_left_alone() -> None:
+    kept = SecretContent(served=made(200 * DAY))
+    assert renewed(kept, (), NAMES, NOW, LIVES) == kept
+
+
+def test_beside_one_past_two_thirds_of_its_life_comes_the_next_which_is_not_served_yet() -> None:
+    kept = SecretContent(served=made(244 * DAY))
+    after = renewed(kept, kept.certificates, NAMES, NOW, LIVES)
+    assert after.served == kept.served
+    assert after.following is not None
+
+
+@pytest.mark.parametrize(("age", "is_served"), [(9 * MINUTE, False), (11 * MINUTE, True), (30 * DAY, True)])
+def test_the_next_is_served_once_it_has_been_published_for_a_while(age: timedelta, is_served: bool) -> None:
+    kept = SecretContent(served=made(244 * DAY), following=made(age))
+    after = renewed(kept, kept.certificates, NAMES, NOW, LIVES)
+    assert after == (SecretContent(served=kept.following) if is_served else kept)
+
+
+def test_a_next_one_that_is_published_no_more_is_made_anew() -> None:
+    """Its age would say that API servers know it, and they heard of it a moment ago."""
+    kept = SecretContent(served=made(244 * DAY), following=made(30 * DAY))
+    after = renewed(kept, kept.certificates[:1], NAMES, NOW, LIVES)
+    assert after.served == kept.served
+    assert after.following not in (None, kept.following)
+
+
+def test_where_nothing_valid_is_served_the_next_is_at_once() -> None:
+    kept = SecretContent(following=made())
+    assert renewed(kept, (), NAMES, NOW, LIVES) == SecretContent(served=kept.following)
+
+
+def test_what_was_published_stays_until_it_expires_and_no_more_than_four_of_it() -> None:
+    kept = SecretContent(served=made(), following=made())
+    former = [made(days * DAY).certificate for days in (10, 300, 20, 200, 100, 400)]
+    found = read_bundle(bundle_of(kept, [*former, *kept.certificates], NOW))
+    assert found == [*kept.certificates, former[0], former[2], former[4], former[3]]
+    assert read_bundle(bundle_of(SecretContent(served=made()), former[5:], NOW))[1:] == []
+
+
+@pytest.mark.parametrize("text", ["", "%%%", base64.b64encode(b"garbage").decode()])
+def test_a_bundle_that_cannot_be_read_is_empty(text: str) -> None:
+    assert read_bundle(text) == []
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_over_years_whoever_lags_or_is_lost_no_api_server_sees_what_it_does_not_trust(seed: int) -> None:
+    """Looks at any hour, API servers that hear late, replicas that load late, Secrets and bundles that are lost."""
+    chance = random.Random(seed)
+    now = NOW
+    data: dict[str, str | None] = {}
+    bundles = [(now, "")]
+    """What has been published since when."""
+    served: list[x509.Certificate] = []
+    made_by_necessity: set[x509.Certificate] = set()
+    generations = set()
+    for _ in range(400):
+        published = read_bundle(bundles[-1][1])
+        kept = read_secret({"data": data}, NAMES, now)
+        after = renewed(kept, published, NAMES, now, LIVES)
+        bundle = bundle_of(after, published, now)
+        if bundle != bundles[-1][1]:
+            bundles.append((now, bundle))
+        assert len(read_bundle(bundle)) <= 6
+        if chance.random() < 0.05:
+            now += timedelta(seconds=20)
+            continue  # it ended before it wrote the Secret
+        data = after.data(bundle)
+        assert after.served is not None
+        if kept.served is None and kept.following is None:
+            made_by_necessity.add(after.served.certificate)
+        generations.add(after.served.certificate)
+        # A replica loads it now or an hour later, and one may be cut off for a month.
+        if not served or served[-1] != after.served.certificate:
+            served.append(after.served.certificate)
+        known = [text for at, text in bundles if at <= now - timedelta(minutes=2)][-1:]
+        for one in served[-2:]:
+            if known and one not in made_by_necessity and now < one.not_valid_after_utc:
+                assert one in read_bundle(known[0]), "an API server that hears two minutes late trusts it"
+        now += chance.choice([timedelta(seconds=5), timedelta(minutes=4), timedelta(hours=1), 6 * DAY, 20 * DAY])
+        match chance.random():
+            case luck if luck < 0.01:
+                data = {}
+            case luck if luck < 0.02:
+                bundles.append((now, ""))
+                made_by_necessity.update(served)
+            case _:
+                pass
+        bundles = bundles[-50:]
+    assert len(generations) > 3, "it was renewed"

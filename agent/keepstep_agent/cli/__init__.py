@@ -33,6 +33,7 @@ _MODULES: Final[Mapping[str, str]] = MappingProxyType(
         "doctor": "destination.checkpoints",
         "plan": "plan",
         "webhook": "webhook",
+        "certificates": "webhook",
     }
 )
 """The module of each command, in the order in which the help shows them."""

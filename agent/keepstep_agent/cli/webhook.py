@@ -1,5 +1,6 @@
-"""`keepstep webhook`: the admission webhook, which the Helm chart runs."""
+"""What the Helm chart runs: `keepstep webhook`, and `keepstep certificates` for it."""
 
+import asyncio
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -13,7 +14,7 @@ from keepstep_agent.cli.quantities import host_and_port
 from keepstep_agent.core.errors import ErrorKind, KeepstepError
 from keepstep_agent.core.injection.annotations import default_problems
 from keepstep_agent.core.injection.spec import FailurePolicy, InjectionDefaults
-from keepstep_agent.webhook.settings import SERVICE_ACCOUNT, SelfManaged, WebhookSettings
+from keepstep_agent.webhook.settings import CertificateSettings, WebhookSettings
 from keepstep_api.names import ANNOTATION_PREFIX
 
 _DEFAULTS: Final = InjectionDefaults(image="")
@@ -91,20 +92,6 @@ def _annotations(_: click.Context, __: click.Parameter, values: tuple[str, ...])
     show_default=True,
     help="How long the webhook still answers after SIGTERM, until it gets no more reviews.",
 )
-@click.option("--self-managed", is_flag=True, help="Make and renew the certificates, and keep them in a Secret.")
-@click.option("--namespace", default="", envvar="POD_NAMESPACE", help="With --self-managed: the webhook's namespace.")
-@click.option("--service", default="keepstep-webhook", show_default=True, help="The webhook's Service.")
-@click.option("--secret", default="keepstep-webhook-certificates", show_default=True, help="The certificates' Secret.")
-@click.option("--configuration", default="keepstep", show_default=True, help="The MutatingWebhookConfiguration.")
-@click.option("--kubernetes-host", default="", envvar="KUBERNETES_SERVICE_HOST", help="The API server.")
-@click.option("--kubernetes-port", default=443, envvar="KUBERNETES_SERVICE_PORT", help="The API server's port.")
-@click.option(
-    "--service-account",
-    type=click.Path(file_okay=False, path_type=Path),
-    default=SERVICE_ACCOUNT,
-    show_default=True,
-    help="Folder with the webhook's token and the API server's ca.crt.",
-)
 @click.option("--log-format", type=click.Choice(["json", "console"]), default="json", show_default=True)
 def webhook(**options: Any) -> None:
     """Serve the admission webhook that injects Keepstep into pods.
@@ -113,8 +100,6 @@ def webhook(**options: Any) -> None:
     """
     with errors_reported():
         settings = _settings(options)
-        if settings.self_managed is not None and not settings.self_managed.kubernetes_host:
-            raise click.UsageError("--self-managed needs a cluster: give --kubernetes-host or KUBERNETES_SERVICE_HOST")
         # Imported here, so that the other commands do not wait for a web server to load.
         import uvloop
 
@@ -126,8 +111,6 @@ def webhook(**options: Any) -> None:
 
 
 def _settings(options: dict[str, Any]) -> WebhookSettings:
-    if options["self_managed"] and not options["namespace"]:
-        raise click.UsageError("--self-managed needs --namespace or POD_NAMESPACE")
     defaults = InjectionDefaults(**_given(InjectionDefaults, options))
     if problems := default_problems(defaults):
         raise KeepstepError(
@@ -135,8 +118,42 @@ def _settings(options: dict[str, Any]) -> WebhookSettings:
             f"no pod could be injected with these defaults: {'; '.join(problems)}",
             hint="docs/annotations.md says which annotations every pod may be given",
         )
-    managed = SelfManaged(**_given(SelfManaged, options)) if options["self_managed"] else None
-    return WebhookSettings(**{**_given(WebhookSettings, options), "defaults": defaults, "self_managed": managed})
+    return WebhookSettings(**{**_given(WebhookSettings, options), "defaults": defaults})
+
+
+@click.command()
+@click.option("--namespace", required=True, envvar="POD_NAMESPACE", help="The webhook's namespace.")
+@click.option("--service", default="keepstep-webhook", show_default=True, help="The webhook's Service.")
+@click.option("--secret", default="keepstep-webhook-certificates", show_default=True, help="The certificates' Secret.")
+@click.option("--configuration", default="keepstep", show_default=True, help="The MutatingWebhookConfiguration.")
+@click.option("--kubernetes-host", required=True, envvar="KUBERNETES_SERVICE_HOST", help="The API server.")
+@click.option("--kubernetes-port", default=443, envvar="KUBERNETES_SERVICE_PORT", help="The API server's port.")
+@click.option(
+    "--service-account",
+    type=click.Path(file_okay=False, path_type=Path),
+    default="/var/run/secrets/kubernetes.io/serviceaccount",
+    show_default=True,
+    help="Folder with the service account's token and the API server's ca.crt.",
+)
+@click.option(
+    "--wait-seconds",
+    type=click.FloatRange(min=0),
+    default=90,
+    show_default=True,
+    help="How long to try again when something is missing or goes wrong.",
+)
+@click.option("--log-format", type=click.Choice(["json", "console"]), default="json", show_default=True)
+def certificates(log_format: str, **options: Any) -> None:
+    """Make the webhook's certificate, or renew it when it is due.
+
+    The Helm chart runs this command, at the installation and every hour. docs/design/0007 describes what it does.
+    """
+    with errors_reported():
+        from keepstep_agent.runtime.engine.logs import configure_logs
+        from keepstep_agent.webhook.certificate_job import renew_certificates
+
+        configure_logs(log_format)
+        asyncio.run(renew_certificates(CertificateSettings(**options)))
 
 
 def _given(cls: Any, options: Mapping[str, Any]) -> dict[str, Any]:

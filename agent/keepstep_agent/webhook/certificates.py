@@ -1,15 +1,21 @@
-"""The webhook's certificates and the Secret that holds them: CAs with their keys, and the leaf that all replicas serve.
+"""The webhook's certificates: which are due, and the Secret that holds them.
 
-Owns the Secret's four entries: `tls.crt` and `tls.key` hold the leaf; `ca.crt` holds all CAs as published, the newest
-first, and `ca.key` their keys. What cannot be read counts as missing and is made again. API servers (Go) look for a CA
-by its name, so every CA has a name of its own.
+A certificate is signed by its own key, and API servers trust it by itself: there is no CA, whose key could sign others.
+Owns the rules of renewal. They ensure that every API server trusts what any replica serves:
+
+- The next certificate is made at two thirds of the life of the one that is served. It is published beside it first, and
+  served once it has been published for `settle`, because API servers learn of it at different times.
+- What was served before stays published until it expires, for a replica that has not seen the new one.
+- If nothing valid is served, there is nothing to lose, and what is made is served at once.
+
+Owns the Secret's entries too: `tls.crt` and `tls.key` are served, `next.crt` and `next.key` will be, and `ca.crt` is
+what is published. What cannot be read counts as missing and is made again.
 """
 
 import base64
-import re
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
-from datetime import datetime
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
 from typing import Any, Final
 
 from cryptography import x509
@@ -18,12 +24,11 @@ from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, load_pem_private_key
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
-from cryptography.x509.verification import PolicyBuilder, Store, VerificationError
 
-from keepstep_agent.core.policies.certificate_rotation import NEW, CertificateLifetimes, Plan, Validity
-
-_NAME: Final = "keepstep-webhook"  # a leaf's name has no use, and a Service's may exceed its 64 characters
-_KEY: Final = re.compile(rb"-----BEGIN ([A-Z ]+)-----.+?-----END \1-----", re.DOTALL)
+_NAME: Final = "keepstep-webhook"  # it has no use, and a Service's may exceed its 64 characters
+_MOST_FORMER: Final = 4
+"""How many that are not in the Secret stay published: one is served by a replica that lags, and the others may be newer
+ones, of runs that ended before they wrote the Secret."""
 _USES: Final = (
     *("digital_signature", "key_cert_sign", "crl_sign", "content_commitment", "key_encipherment"),
     *("data_encipherment", "key_agreement", "encipher_only", "decipher_only"),
@@ -31,13 +36,19 @@ _USES: Final = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CertificateLifetimes:
+    """`life` of a certificate. `settle`: how long it is published before it is served. `backdated`: how much clocks may
+    differ."""
+
+    life: timedelta = timedelta(days=365)
+    settle: timedelta = timedelta(minutes=10)
+    backdated: timedelta = timedelta(hours=1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CertificateWithKey:
     certificate: x509.Certificate
-    key: ec.EllipticCurvePrivateKey
-
-    @property
-    def id(self) -> str:
-        return fingerprint(self.certificate)
+    key: ec.EllipticCurvePrivateKey = field(compare=False)
 
     @property
     def certificate_pem(self) -> bytes:
@@ -47,65 +58,58 @@ class CertificateWithKey:
     def key_pem(self) -> bytes:
         return self.key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
 
-    def term(self, authority: str) -> Validity:
-        dates = self.certificate
-        return Validity(authority=authority, begins_at=dates.not_valid_before_utc, ends_at=dates.not_valid_after_utc)
+    def is_old(self, now: datetime) -> bool:
+        begins_at, ends_at = self.certificate.not_valid_before_utc, self.certificate.not_valid_after_utc
+        return now - begins_at >= (ends_at - begins_at) * 2 / 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SecretContent:
-    """What the Secret holds, the newest CA first. `issuer` is the id of the CA that signed the leaf."""
+    """What the Secret holds, as far as it is valid."""
 
-    authorities: tuple[CertificateWithKey, ...] = ()
-    leaf: CertificateWithKey | None = None
-    issuer: str = ""
-
-    @property
-    def bundle(self) -> bytes:
-        """The CAs that API servers are to trust, in PEM."""
-        return b"".join(one.certificate_pem for one in self.authorities)
+    served: CertificateWithKey | None = None
+    following: CertificateWithKey | None = None
+    """Published already, and served next."""
 
     @property
-    def terms(self) -> tuple[tuple[Validity, ...], Validity | None]:
-        """The validity of the CAs, and of the leaf."""
-        leaf = None if self.leaf is None else self.leaf.term(self.issuer)
-        return tuple(one.term(one.id) for one in self.authorities), leaf
+    def certificates(self) -> list[x509.Certificate]:
+        return [one.certificate for one in (self.served, self.following) if one is not None]
 
-    def after(
-        self, due: Plan, names: Collection[str], now: datetime, lifetimes: CertificateLifetimes
-    ) -> "SecretContent":
-        """Return the content after everything in `due` is done."""
-        by_id = {one.id: one for one in self.authorities}
-        authorities = tuple(by_id[one] for one in due.keep)
-        if due.make_authority:
-            by_id[NEW] = make_authority(now, lifetimes)
-            authorities = (by_id[NEW], *authorities)
-        if due.sign_with is None:
-            return replace(self, authorities=authorities)
-        signer = by_id[due.sign_with]
-        return SecretContent(authorities=authorities, leaf=make_leaf(signer, names, now, lifetimes), issuer=signer.id)
-
-    def data(self) -> dict[str, str]:
-        """Return the Secret's `data`. There must be a leaf."""
-        assert self.leaf is not None, "a plan leaves no Secret without"
-        pairs = {"tls": (self.leaf,), "ca": self.authorities}
-        crts = {f"{name}.crt": b"".join(one.certificate_pem for one in some) for name, some in pairs.items()}
-        keys = {f"{name}.key": b"".join(one.key_pem for one in some) for name, some in pairs.items()}
-        return {name: base64.b64encode(entry).decode() for name, entry in (crts | keys).items()}
+    def data(self, bundle: str) -> dict[str, str | None]:
+        """Return a patch of the Secret's `data`. `bundle` as for `bundle_of`."""
+        data: dict[str, str | None] = {"ca.crt": bundle}
+        for name, one in (("tls", self.served), ("next", self.following)):
+            data[f"{name}.crt"] = None if one is None else base64.b64encode(one.certificate_pem).decode()
+            data[f"{name}.key"] = None if one is None else base64.b64encode(one.key_pem).decode()
+        return data
 
 
-def read_secret(secret: Mapping[str, Any], name: str, now: datetime) -> SecretContent:
-    """Return what the Secret holds: the CAs, and a leaf if it is valid for `name` now."""
-    data = secret.get("data") or {}
-    authorities = _pairs(data, "ca", of_ca=True)
-    for leaf in _pairs(data, "tls", of_ca=False) if authorities else ():
-        policy = PolicyBuilder().store(Store([one.certificate for one in authorities])).time(now)
-        try:
-            chain = policy.build_server_verifier(x509.DNSName(name)).verify(leaf.certificate, [])
-        except VerificationError:
-            continue
-        return SecretContent(authorities=authorities, leaf=leaf, issuer=fingerprint(chain[-1]))
-    return SecretContent(authorities=authorities)
+def renewed(
+    kept: SecretContent,
+    published: Collection[x509.Certificate],
+    names: Collection[str],
+    now: datetime,
+    lifetimes: CertificateLifetimes,
+) -> SecretContent:
+    """Return what the Secret shall hold. `published`: what API servers trust now, before anything is done."""
+    if kept.served is None:
+        return SecretContent(served=kept.following or make_certificate(names, now, lifetimes))
+    if not kept.served.is_old(now):
+        return SecretContent(served=kept.served)
+    if kept.following is None or kept.following.certificate not in published:
+        # Somebody has taken away what was published. A new one counts from when it is published.
+        return SecretContent(served=kept.served, following=make_certificate(names, now, lifetimes))
+    made_at = kept.following.certificate.not_valid_before_utc + lifetimes.backdated
+    return SecretContent(served=kept.following) if now - made_at >= lifetimes.settle else kept
+
+
+def bundle_of(kept: SecretContent, published: Iterable[x509.Certificate], now: datetime) -> str:
+    """Return the `caBundle` to publish, in base64: what the Secret holds, and of what was published the newest."""
+    ours = kept.certificates
+    former = [one for one in dict.fromkeys(published) if one not in ours and now < one.not_valid_after_utc]
+    former.sort(key=lambda one: one.not_valid_before_utc, reverse=True)
+    pems = [one.public_bytes(Encoding.PEM) for one in (*ours, *former[:_MOST_FORMER])]
+    return base64.b64encode(b"".join(pems)).decode()
 
 
 def read_bundle(text: str) -> list[x509.Certificate]:
@@ -116,64 +120,41 @@ def read_bundle(text: str) -> list[x509.Certificate]:
         return []
 
 
-def fingerprint(certificate: x509.Certificate) -> str:
-    return certificate.fingerprint(hashes.SHA256()).hex()
+def read_secret(secret: Mapping[str, Any], names: Collection[str], now: datetime) -> SecretContent:
+    """Return what the Secret holds that is valid for these names now."""
+    data = secret.get("data") or {}
+    return SecretContent(served=_read(data, "tls", names, now), following=_read(data, "next", names, now))
 
 
-def make_authority(now: datetime, lifetimes: CertificateLifetimes) -> CertificateWithKey:
-    """Make a CA that signs leaves and no other CA."""
-    name = f"{_NAME} CA {x509.random_serial_number():x}"[:64]
-    return _make(name, None, now - lifetimes.backdated, now + lifetimes.authority)
-
-
-def make_leaf(
-    authority: CertificateWithKey, names: Collection[str], now: datetime, lifetimes: CertificateLifetimes
-) -> CertificateWithKey:
+def make_certificate(names: Collection[str], now: datetime, lifetimes: CertificateLifetimes) -> CertificateWithKey:
     """Make a certificate to serve with under these names."""
-    issuer = authority.certificate
-    begins_at = max(now - lifetimes.backdated, issuer.not_valid_before_utc)
-    served = x509.SubjectAlternativeName([x509.DNSName(name) for name in sorted(names)])
-    uses = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH])
-    return _make(_NAME, authority, begins_at, lifetimes.leaf_ends_at(now, issuer.not_valid_after_utc), uses, served)
-
-
-def _make(
-    name: str,
-    authority: CertificateWithKey | None,
-    begins_at: datetime,
-    ends_at: datetime,
-    *extensions: x509.ExtensionType,
-) -> CertificateWithKey:
-    """Make a leaf, or a CA if `authority` is None."""
-    key, is_ca = ec.generate_private_key(ec.SECP256R1()), authority is None
-    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
-    issuer, signer = (subject, key) if authority is None else (authority.certificate.subject, authority.key)
-    uses = dict.fromkeys(_USES, False) | dict.fromkeys(_USES[1:3] if is_ca else _USES[:1], True)
+    key = ec.generate_private_key(ec.SECP256R1())
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, _NAME)])
+    begins_at, ends_at = now - lifetimes.backdated, now + lifetimes.life
+    uses = dict.fromkeys(_USES, False) | {"digital_signature": True}
     public = key.public_key()
     builder = (
-        x509.CertificateBuilder(issuer, subject, public, x509.random_serial_number(), begins_at, ends_at)
-        .add_extension(x509.BasicConstraints(ca=is_ca, path_length=0 if is_ca else None), critical=True)
+        x509.CertificateBuilder(subject, subject, public, x509.random_serial_number(), begins_at, ends_at)
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(x509.KeyUsage(**uses), critical=True)
+        .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
+        .add_extension(x509.SubjectAlternativeName([x509.DNSName(name) for name in sorted(names)]), critical=False)
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(public), critical=False)
-        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.public_key()), critical=False)
+        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(public), critical=False)
     )
-    for extension in extensions:
-        builder = builder.add_extension(extension, critical=False)
-    return CertificateWithKey(certificate=builder.sign(signer, hashes.SHA256()), key=key)
+    return CertificateWithKey(certificate=builder.sign(key, hashes.SHA256()), key=key)
 
 
-def _pairs(data: Mapping[str, Any], name: str, *, of_ca: bool) -> tuple[CertificateWithKey, ...]:
-    """Parse the certificates and keys of two entries; none if anything about them is wrong."""
-    found = []
+def _read(data: Mapping[str, Any], name: str, names: Collection[str], now: datetime) -> CertificateWithKey | None:
     try:
-        certificates = x509.load_pem_x509_certificates(base64.b64decode(data[f"{name}.crt"]))
-        keys = [load_pem_private_key(one[0], None) for one in _KEY.finditer(base64.b64decode(data[f"{name}.key"]))]
-        for certificate, key in zip(certificates, keys, strict=True):
-            is_ca = certificate.extensions.get_extension_for_class(x509.BasicConstraints).value.ca
-            fits = is_ca is of_ca and key.public_key() == certificate.public_key()
-            if not fits or not isinstance(key, ec.EllipticCurvePrivateKey):
-                return ()
-            found.append(CertificateWithKey(certificate=certificate, key=key))
+        certificate = x509.load_pem_x509_certificate(base64.b64decode(data[f"{name}.crt"]))
+        key = load_pem_private_key(base64.b64decode(data[f"{name}.key"]), None)
+        served = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     except (KeyError, TypeError, ValueError, UnsupportedAlgorithm, x509.ExtensionNotFound):
-        return ()
-    return tuple(found)
+        return None
+    is_valid = certificate.not_valid_before_utc <= now < certificate.not_valid_after_utc
+    if not is_valid or not set(names) <= set(served.get_values_for_type(x509.DNSName)):
+        return None
+    if not isinstance(key, ec.EllipticCurvePrivateKey) or key.public_key() != certificate.public_key():
+        return None
+    return CertificateWithKey(certificate=certificate, key=key)

@@ -4,14 +4,13 @@ import asyncio
 import contextlib
 import functools
 import signal
-from contextlib import AbstractAsyncContextManager
 
 import structlog
 
 from keepstep_agent import __version__
 from keepstep_agent.adapters.http_server import probe_pages, serving
 from keepstep_agent.webhook.application import Metrics, reviewing
-from keepstep_agent.webhook.certificate_keeper import ServingCertificate, kept_certificates
+from keepstep_agent.webhook.serving_certificate import ServingCertificate
 from keepstep_agent.webhook.settings import (
     ANSWER_SECONDS,
     FINISH_SECONDS,
@@ -31,13 +30,9 @@ async def serve_webhook(settings: WebhookSettings) -> None:
         loop.add_signal_handler(number, leaving.set)
     certificate = ServingCertificate(settings.certificates)
     async with contextlib.AsyncExitStack() as stack:
-        if settings.self_managed is not None:
-            if not await _entered(stack, kept_certificates(settings.self_managed, certificate), leaving):
-                return
-        else:
-            await asyncio.to_thread(certificate.load)
-            loading = asyncio.create_task(certificate.keep_loading())
-            stack.callback(loading.cancel)
+        await asyncio.to_thread(certificate.load)
+        loading = asyncio.create_task(certificate.keep_loading())
+        stack.callback(loading.cancel)
         metrics = Metrics(certificate.seconds_left)
         bounded = functools.partial(
             serving, ask_seconds=settings.read_seconds + ANSWER_SECONDS, finish_seconds=FINISH_SECONDS
@@ -58,21 +53,3 @@ async def serve_webhook(settings: WebhookSettings) -> None:
         log.info("webhook.leaving", lame_duck_seconds=settings.lame_duck_seconds)
         # The Service still sends reviews until the cluster has learned that this replica is not ready.
         await asyncio.sleep(settings.lame_duck_seconds)
-
-
-async def _entered(
-    stack: contextlib.AsyncExitStack, context: AbstractAsyncContextManager[object], leaving: asyncio.Event
-) -> bool:
-    """Enter `context`. Returns False if `leaving` is set before it is entered."""
-    entering = asyncio.create_task(stack.enter_async_context(context))
-    told = asyncio.create_task(leaving.wait())
-    try:
-        await asyncio.wait([entering, told], return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        told.cancel()
-        entering.cancel()  # does nothing if it is done
-        await asyncio.wait([entering])
-    if entering.cancelled():
-        return False
-    entering.result()
-    return True

@@ -22,14 +22,75 @@
 {{ include "keepstep.name" . }}-cluster-events
 {{- end }}
 
-{{/* Of the webhook that makes its own certificates. Another one than cert-manager's, so that a change between the two
-deletes no Secret that is in use. */}}
-{{- define "keepstep.self-managed-secret" -}}
-{{ include "keepstep.webhook" . }}-certificates
+{{/* Short, because a CronJob's name has at most 52 characters. */}}
+{{- define "keepstep.certificates" -}}
+{{ include "keepstep.name" . }}-certs
 {{- end }}
 
-{{- define "keepstep.cert-manager-secret" -}}
-{{ include "keepstep.webhook" . }}-tls
+{{/* What the webhook serves with. Another one with cert-manager, so that a change between the two deletes no Secret that is
+in use. */}}
+{{- define "keepstep.secret" -}}
+{{ include "keepstep.webhook" . }}-{{ ternary "tls" "certificates" .Values.certManager.enabled }}
+{{- end }}
+
+{{- define "keepstep.certificates-selector" -}}
+app.kubernetes.io/name: {{ .Chart.Name }}
+app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/component: certificates
+{{- end }}
+
+{{/* The pod of the Jobs that make and renew the webhook's certificate. */}}
+{{- define "keepstep.certificates-pod" -}}
+metadata:
+  labels:
+    {{- merge (include "keepstep.certificates-selector" . | fromYaml) .Values.podLabels | toYaml | nindent 4 }}
+  {{- with .Values.podAnnotations }}
+  annotations:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+spec:
+  restartPolicy: Never
+  serviceAccountName: {{ include "keepstep.certificates" . }}
+  automountServiceAccountToken: true
+  enableServiceLinks: false
+  {{- with .Values.image.pullSecrets }}
+  imagePullSecrets:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+  {{- with .Values.priorityClassName }}
+  priorityClassName: {{ . }}
+  {{- end }}
+  securityContext:
+    runAsNonRoot: true
+    seccompProfile:
+      type: RuntimeDefault
+  nodeSelector:
+    {{- merge (dict "kubernetes.io/os" "linux") .Values.nodeSelector | toYaml | nindent 4 }}
+  {{- with .Values.tolerations }}
+  tolerations:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+  containers:
+    - name: certificates
+      image: {{ include "keepstep.image" . | quote }}
+      imagePullPolicy: {{ .Values.image.pullPolicy }}
+      args:
+        - certificates
+        - --namespace={{ .Release.Namespace }}
+        - --service={{ include "keepstep.webhook" . }}
+        - --secret={{ include "keepstep.secret" . }}
+        - --configuration={{ include "keepstep.name" . }}
+      resources:
+        requests:
+          cpu: 100m
+          memory: 128Mi
+        limits:
+          memory: 128Mi
+      securityContext:
+        allowPrivilegeEscalation: false
+        readOnlyRootFilesystem: true
+        capabilities:
+          drop: [ALL]
 {{- end }}
 
 {{- define "keepstep.image" -}}

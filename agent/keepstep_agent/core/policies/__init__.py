@@ -1,1 +1,1 @@
-"""Rules that do not depend on the agent's state: retention, what to restore, which certificates to renew."""
+"""Rules that do not depend on the agent's state: retention, what to restore, how often to save."""
