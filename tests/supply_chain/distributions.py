@@ -13,6 +13,18 @@ FOLDERS: Final = {"keepstep": ROOT, "keepstep-agent": ROOT / "agent"}
 PROJECTS: Final[dict[str, dict[str, Any]]] = {
     name: tomllib.loads((folder / "pyproject.toml").read_text()) for name, folder in FOLDERS.items()
 }
+UV: Final = ROOT / ".tools" / "uv" / "bin" / "uv"
+"""`make .tools/uv` makes it."""
+
+PROGRAM: Final = """
+import keepstep
+checkpointer = keepstep.Checkpointer()
+print(checkpointer.resume() and checkpointer.resume().name)
+with checkpointer.save(7) as directory:
+    (directory / "state").write_text("seven")
+checkpointer.finish()
+"""
+"""Saves a checkpoint once, and prints what it resumed."""
 
 
 def needed(requirements: list[str]) -> set[str]:
@@ -41,3 +53,8 @@ def _without_extra(text: str, extra: str) -> Requirement:
     requirement = Requirement(text)
     holds = requirement.marker is None or requirement.marker.evaluate({"extra": extra})
     return Requirement(requirement.name if holds else f"{requirement.name}; python_version < '3'")
+
+
+def uv(*words: object) -> list[str]:
+    """A command of uv's."""
+    return [str(UV), *map(str, words)]

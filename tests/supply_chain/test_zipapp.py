@@ -11,18 +11,9 @@ from pathlib import Path
 
 import pytest
 from tests.harness.bounds import HANG_SECONDS
-from tests.supply_chain.distributions import ROOT
+from tests.supply_chain.distributions import PROGRAM, ROOT
 
 pytestmark = [pytest.mark.nightly, pytest.mark.slow, pytest.mark.timeout(4 * HANG_SECONDS)]
-
-PROGRAM = """
-import keepstep
-checkpointer = keepstep.Checkpointer()
-print(checkpointer.resume() and checkpointer.resume().name)
-with checkpointer.save(7) as directory:
-    (directory / "state").write_text("seven")
-checkpointer.finish()
-"""
 
 
 @pytest.fixture(scope="module")
