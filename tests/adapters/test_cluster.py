@@ -176,6 +176,21 @@ async def test_a_server_with_another_ca_is_not_told_the_token(
     await cluster.close()
 
 
+async def test_what_is_sent_goes_nowhere_else(
+    server: FakeApiServer, settings: ClusterSettings, executor: ThreadPoolExecutor
+) -> None:
+    """The body of a request may be a private key."""
+    with FakeApiServer(namespace="ml") as elsewhere:
+        server.mood, server.elsewhere = Mood.MOVED, f"{elsewhere.url}/api/v1/namespaces/ml/events"
+        cluster = KubernetesCluster(settings, executor)
+        with pytest.raises(ClusterError, match="redirects are not followed"):
+            await cluster.tell(EVENT)
+        assert elsewhere.asked == []
+        server.mood = Mood.WELL
+        await cluster.tell(EVENT)
+        await cluster.close()
+
+
 def test_a_connection_that_the_server_does_not_end_ends_with_the_call(
     server: FakeApiServer, settings: ClusterSettings, certificate: Certificate
 ) -> None:

@@ -70,7 +70,7 @@ def test_helm_test_asks_the_service_and_sees_no_key() -> None:
         served = (
             of_kind(objects, "Certificate", "keepstep-webhook")["spec"]["secretName"]
             if enabled
-            else of_kind(objects, "Secret")["metadata"]["name"]
+            else of_kind(objects, "Secret", "keepstep-webhook-certificates")["metadata"]["name"]
         )
         assert volume["secret"]["secretName"] == served
 

@@ -94,8 +94,18 @@ def test_a_job_has_another_name_when_it_runs_something_else_and_else_the_same() 
         return str(job["metadata"]["name"])
 
     assert name({}) == name({"replicas": 3})
+    # By which it could not reach the API server.
+    assert name({}) != name({"networkPolicy": {"apiServerPorts": [16443]}})
     assert name({}) != name({"image": {"tag": "next"}})
     assert name({}) != name({"tolerations": [{"operator": "Exists"}]})
+
+
+def test_a_job_that_cannot_run_holds_up_no_other() -> None:
+    objects = render()
+    (job,) = [one["spec"] for one in objects if one["kind"] == "Job"]
+    (cron,) = [one["spec"] for one in objects if one["kind"] == "CronJob"]
+    assert cron["concurrencyPolicy"] == "Replace"
+    assert job["activeDeadlineSeconds"] == cron["jobTemplate"]["spec"]["activeDeadlineSeconds"] == 600
 
 
 def test_no_object_of_an_installation_is_a_hook() -> None:

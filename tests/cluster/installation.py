@@ -16,7 +16,7 @@ from tests.cluster.api import ApiError
 from tests.cluster.control_plane import ControlPlane
 from tests.harness.agent_process import wait_until
 from tests.harness.bounds import HANG_SECONDS
-from tests.harness.installed_chart import mount_secret, run_job
+from tests.harness.installed_chart import SECRET, mount_secret, run_job
 from tests.harness.webhook_process import WebhookProcess, training_pod
 
 _OURS: Final = ("--listen=", "--http-listen=", "--certificates=", "--image=", "--lame-duck-seconds=")
@@ -83,7 +83,7 @@ class Installation:
 
     @property
     def secret(self) -> Object:
-        return self.api.get(of_kind(self.objects, "Secret"))
+        return self.api.get(of_kind(self.objects, "Secret", SECRET))
 
     def run_job(self, folder: Path) -> None:
         """With its service account's files in a new folder, as kubelet mounts them."""

@@ -5,6 +5,7 @@ its own. `asked` lists what was asked of it, in order.
 """
 
 import asyncio
+import copy
 import json
 import ssl
 import threading
@@ -32,6 +33,8 @@ class Mood(StrEnum):
     """Takes the request and never answers."""
     BROKEN = "broken"
     """500, as while etcd is away."""
+    MOVED = "moved"
+    """Redirects to `elsewhere`."""
 
 
 class Asked(NamedTuple):
@@ -51,6 +54,7 @@ class FakeApiServer:
         self.shelf = ObjectShelf()
         self.asked: list[Asked] = []
         self.mood = Mood.WELL
+        self.elsewhere = ""
         self.versions: tuple[str, ...] = ("v1", "v1beta1")
         self.allowed: Callable[[str, str, str], bool] = lambda _verb, _resource, _name: True
         self.url = ""
@@ -113,6 +117,8 @@ class FakeApiServer:
                 await self._ends.wait()
             case Mood.BROKEN:
                 return _status(500, "InternalError", "etcdserver: leader changed")
+            case Mood.MOVED:
+                return web.Response(status=307, headers={"Location": self.elsewhere})
             case Mood.WELL:
                 pass
         try:
@@ -140,7 +146,8 @@ class FakeApiServer:
             case "create" if not name:
                 return self.shelf.create(resource, body)
             case "patch" if request.content_type == _MERGE_PATCHES[resource == "workloads"]:
-                return self.shelf.patch(resource, name, body)
+                is_dry = request.query.get("dryRun") == "All"
+                return (copy.deepcopy(self.shelf) if is_dry else self.shelf).patch(resource, name, body)
             case _:
                 raise RefusedError(415, "UnsupportedMediaType", f"{verb} {request.content_type}")
 

@@ -48,7 +48,7 @@ def installed_chart(folder: Path) -> Iterator[FakeApiServer]:
     api.service_account(folder / "service-account")
     api.shelf.create("secrets", of_kind(objects, "Secret", SECRET))
     api.shelf.create(CONFIGURATIONS, of_kind(objects, "MutatingWebhookConfiguration", CONFIGURATION))
-    rules = [rule for kind in ("Role", "ClusterRole") for rule in of_kind(objects, kind)["rules"]]
+    rules = [rule for kind in ("Role", "ClusterRole") for rule in of_kind(objects, kind, "keepstep-certs")["rules"]]
     api.allowed = lambda verb, resource, name: any(
         verb in rule["verbs"] and resource in rule["resources"] and name in rule["resourceNames"] for rule in rules
     )

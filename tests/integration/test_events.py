@@ -60,7 +60,11 @@ def test_an_agent_killed_between_commit_and_delivery_delivers_after_its_restart(
         environment={"KEEPSTEP_EVENT_URL": f"http://127.0.0.1:{port}/{SECRET}"},
     ) as agent:
         saves = [commit(agent, 1), commit(agent, 2)]
-        wait_until(lambda: bool(agent.log("outbox.not_taken")), HANG_SECONDS, "the receiver is down")
+        wait_until(
+            lambda: "event-url" in {line["to"] for line in agent.log("outbox.not_taken")},
+            HANG_SECONDS,
+            "the receiver is down",
+        )
         agent.kill()
         agent.start()
         with receiver(port) as taken:

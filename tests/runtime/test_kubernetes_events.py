@@ -21,7 +21,7 @@ from keepstep_agent.core.model import Kind
 from keepstep_agent.core.policies.progress import StepSign
 from keepstep_agent.core.settings.values import Duration, ProgressSettings
 from keepstep_agent.runtime.outside.kubernetes_events import KubernetesEvents
-from keepstep_agent.runtime.outside.outbox import Outbox, Pace
+from keepstep_agent.runtime.outside.outbox import Outbox, Pace, last_words
 from keepstep_agent.runtime.work.fetches import FetchProgress
 from keepstep_api.names import ANNOTATION_LAST_COMMITTED
 
@@ -142,7 +142,7 @@ async def test_one_request_that_fails_is_no_news(pod: Pod) -> None:
         pod.play.state,
         WorkFailed(at=0.0, work=work, kind=ErrorKind.TIMED_OUT, message="late", hint="", jitter=0.5),
     )
-    await Outbox(news, Pace()).last_words()
+    await last_words(news.to, news.send_last, in_a_hurry=True)
     assert pod.reasons() == []
 
 
@@ -178,7 +178,7 @@ async def test_the_last_words_say_what_is_lost_and_what_was_not_told_yet(pod: Po
     news = pod.news()
     pod.commit(news, "a", 10)
     news.note_lost(["checkpoint-20 (step 20) is staged"])
-    await Outbox(news, Pace()).last_words()
+    await last_words(news.to, news.send_last, in_a_hurry=True)
     assert pod.reasons() == ["CheckpointLost"]
     assert "checkpoint-20" in pod.cluster.events[0].message
     assert json.loads(pod.cluster.annotations[ANNOTATION_LAST_COMMITTED])["step"] == 10
@@ -192,7 +192,7 @@ async def test_the_last_words_do_not_wait_for_a_cluster_that_does_not_answer(pod
     news = KubernetesEvents(cluster=Deaf(), clock=StillClock())
     async with asyncio.timeout(HANG_SECONDS):
         news.note_lost(["checkpoint-20"])
-        await Outbox(news, Pace()).last_words()
+        await last_words(news.to, news.send_last, in_a_hurry=True)
 
 
 @pytest.mark.parametrize("trouble", ["", "the store is away"])

@@ -42,7 +42,7 @@ from keepstep_agent.core.stored.ledger import (
 )
 from keepstep_agent.restore.start_record import StartRecord
 from keepstep_agent.runtime.outside.ledger import LedgerWriter
-from keepstep_agent.runtime.outside.outbox import Outbox, Pace
+from keepstep_agent.runtime.outside.outbox import Outbox, Pace, last_words
 
 LONG_SECONDS = 3600.0
 RESTORED = StartRecord(began_at=5.0, restored_at=9.0, resumed=Resumed.SAVE, step=70, save="of-70", start="one")
@@ -96,7 +96,7 @@ class Agent:
 
     async def ends(self, command: Exit, *, program_failed: bool = False) -> None:
         self.writer.note_end(command, program_failed=program_failed)
-        await Outbox(self.writer, Pace()).last_words()
+        await last_words(self.writer.to, self.writer.send_last, in_a_hurry=True)
 
     async def entries(self) -> list[LedgerEntry]:
         lives = (await read_ledger(self.store)).lives
@@ -108,7 +108,7 @@ class Agent:
 
     @asynccontextmanager
     async def writing(self) -> AsyncIterator[None]:
-        task = asyncio.create_task(Outbox(self.writer, Pace(shortest_pause_seconds=0.001)).run())
+        task = asyncio.create_task(Outbox(self.writer, Pace(shortest_pause_seconds=0.0)).run())
         try:
             yield
         finally:
@@ -214,9 +214,21 @@ async def test_what_could_not_be_written_is_in_the_next_object_and_said_once() -
             await until(lambda: agent.objects == 5)
             agent.sees(12.0)
             await until(lambda: agent.objects >= 6)
-    assert [line["event"] for line in logs] == ["outbox.not_taken", "outbox.taken_again"]
+    # Once for each of the two kinds.
+    assert [line["event"] for line in logs] == ["outbox.not_taken", "outbox.not_taken", "outbox.taken_again"]
     numbers = [entry.number for entry in await agent.entries()]
     assert numbers == list(range(1, len(numbers) + 1))
+
+
+async def test_a_notice_after_failures_is_written_at_once() -> None:
+    agent = Agent()
+    for _ in range(3):
+        agent.store.fail("put", ErrorKind.UNREACHABLE)
+    async with agent.writing():
+        for number in range(1, 5):
+            agent.hears(TerminationNoticed(at=50.0, deadline=80.0, source=f"notice-{number}"))
+            await until(lambda expected=number: agent.objects == expected)  # type: ignore[misc]
+    assert [type(entry) for entry in await agent.entries()] == [Noticed] * 4
 
 
 async def test_a_store_that_is_away_holds_up_no_event_and_the_oldest_entries_are_dropped() -> None:

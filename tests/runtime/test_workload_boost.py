@@ -19,7 +19,7 @@ from keepstep_agent.adapters.kubernetes import BOOST_ANNOTATION, JOB_LABEL
 from keepstep_agent.core.errors import ClusterError, ErrorKind
 from keepstep_agent.core.policies.priority_boost import priority_boost
 from keepstep_agent.core.settings.values import ClusterSettings
-from keepstep_agent.runtime.outside.outbox import Outbox, Pace
+from keepstep_agent.runtime.outside.outbox import Outbox, Pace, last_words
 from keepstep_agent.runtime.outside.workload_boost import WorkloadBoost, workload_boost
 
 DEPTH = 100
@@ -61,10 +61,9 @@ class Run:
         cluster = ClusterSettings(cluster_events=True, priority_boost=DEPTH)
         self.play.state.settings = replace(self.play.state.settings, cluster=cluster)
         self.workload = FakeWorkload()
-        boost = WorkloadBoost(
+        self.boost = WorkloadBoost(
             workload=self.workload, state=lambda: self.play.state, clock=self, between_looks_seconds=0.001
         )
-        self.boost = Outbox(boost, Pace(shortest_pause_seconds=0.001))
 
     def now(self) -> float:
         return self.play.now
@@ -75,8 +74,8 @@ class Run:
 
 
 @asynccontextmanager
-async def kept(boost: Outbox) -> AsyncIterator[None]:
-    task = asyncio.create_task(boost.run())
+async def kept(boost: WorkloadBoost) -> AsyncIterator[None]:
+    task = asyncio.create_task(Outbox(boost, Pace(shortest_pause_seconds=0.001)).run())
     try:
         yield
     finally:
@@ -93,7 +92,7 @@ async def test_a_change_is_one_patch_and_the_end_takes_the_boost_back() -> None:
         await until(lambda: run.workload.boosts == [-DEPTH, -DEPTH // 2])
         run.commits("b")
         await until(lambda: len(run.workload.boosts) > 2)
-    await run.boost.last_words()
+    await last_words(run.boost.to, run.boost.send_last, in_a_hurry=True)
     assert run.workload.boosts == [-DEPTH, -DEPTH // 2, -DEPTH, 0]
 
 
@@ -101,7 +100,7 @@ async def test_nothing_is_said_before_the_first_commit() -> None:
     run = Run()
     async with kept(run.boost):
         await asyncio.sleep(0.01)
-    await run.boost.last_words()
+    await last_words(run.boost.to, run.boost.send_last, in_a_hurry=True)
     assert run.workload.calls == 0
 
 

@@ -83,8 +83,8 @@ def test_a_dry_run_makes_the_same_files_each_time_and_says_what_it_leaves_out(ch
         made.append({path.name: path.read_bytes() for path in (checkout / "dist").iterdir()})
     assert made[0] == made[1]
     assert made[0].keys() == _FILES
-    signed = script("sign", checkout)
-    assert "not signed: neither GPG_KEY nor COSIGN_KEY is given" in signed.stdout
+    assert script("sign", checkout, VERSION="1.2.3").returncode == 1, "there is no key"
+    assert script("sign", checkout, VERSION="1.2.3", DRY_RUN="1").returncode == 0
     sums = (checkout / "dist" / "SHA256SUMS").read_text().splitlines()
     assert sums == [f"{hashlib.sha256(content).hexdigest()}  {name}" for name, content in sorted(made[0].items())]
     assert b"keepstep/Chart.yaml" in gzip.decompress(made[0][f"keepstep-{__version__}.tgz"])
@@ -125,7 +125,6 @@ def test_a_release_is_signed_by_the_keys_that_are_given(checkout: Path, short_di
     )
     subprocess.run(["gpgconf", "--kill", "all"], env=environment, timeout=HANG_SECONDS, check=True)
     assert "dry run, left out: cosign sign --yes --recursive --key key registry.example/keepstep:1.2.3" in done.stdout
-    assert "not signed" not in done.stdout
 
 
 def test_a_release_refuses_changes_that_are_not_committed(checkout: Path) -> None:
@@ -167,13 +166,10 @@ def test_only_the_step_that_signs_sees_the_key_and_no_token_is_kept_for_the_pack
     text = (ROOT / ".github" / "workflows" / "release.yml").read_text()
     jobs = yaml.safe_load(text)["jobs"]
     seeing = [
-        (name, step["run"].split()[:2])
-        for name, job in jobs.items()
-        for step in job["steps"]
-        if "secrets." in str(step)
+        (name, step["run"].split()[:2]) for name, job in jobs.items() for step in job["steps"] if "secrets" in str(step)
     ]
     assert seeing == [("sign", ["make", "sign"])]
-    assert "secrets." not in str([{**job, "steps": ()} for job in jobs.values()])
+    assert "secrets" not in str([{**job, "steps": ()} for job in jobs.values()])
     assert set(re.findall(r"secrets\.(\w+)", text)) == {"COSIGN_PRIVATE_KEY", "COSIGN_PASSWORD"}
     assert [name for name, job in jobs.items() if "id-token" in job["permissions"]] == ["pypi"]
 

@@ -7,7 +7,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from tests.harness.bounds import HANG_SECONDS
-from tests.supply_chain.distributions import PROJECTS, UV, uv
+from tests.supply_chain.distributions import PROJECTS, ROOT, UV, uv
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(3 * HANG_SECONDS)]
 
@@ -65,3 +65,11 @@ def test_there_is_a_wheel_of_all_that_the_agent_needs(platform: str, python: str
     others = [one for one in wanted if canonicalize_name(Requirement(one).name) not in PROJECTS]
     found = resolved(others, "--only-binary=:all:", f"--python-platform={platform}", python=python)
     assert {"aiobotocore", "kubernetes"} <= found.keys()
+
+
+@pytest.mark.parametrize("platform", ["x86_64-manylinux_2_28", "aarch64-manylinux_2_28"])
+def test_what_makes_a_release_can_be_installed(platform: str) -> None:
+    lock = (ROOT / "requirements-release.txt").read_text()
+    locked = [line.removesuffix(" \\") for line in lock.splitlines() if "==" in line.partition(" ")[0]]
+    found = resolved(locked, "--only-binary=:all:", f"--python-platform={platform}", python="3.11")
+    assert {"pex", "uv"} <= found.keys()

@@ -11,9 +11,7 @@ def serving(folder: Path, pair: CertificateWithKey) -> ssl.SSLContext:
     """What the webhook serves with, from this folder."""
     (folder / "tls.crt").write_bytes(pair.certificate_pem)
     (folder / "tls.key").write_bytes(pair.key_pem)
-    certificate = ServingCertificate(folder)
-    certificate.load()
-    return certificate.context
+    return ServingCertificate(folder).context
 
 
 def shake_hands(server_context: ssl.SSLContext, bundle: bytes, name: str) -> None:

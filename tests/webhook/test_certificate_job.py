@@ -1,13 +1,16 @@
 """The Job that makes and renews the certificates, against an API server with the chart's objects and rights."""
 
 import asyncio
+import base64
 import subprocess
 import sys
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 from structlog.testing import capture_logs
+from tests.chart.rendering import certificate_pods, render
 from tests.fakes.fake_api_server import FakeApiServer, Mood
 from tests.harness.agent_process import wait_until
 from tests.harness.bounds import HANG_SECONDS
@@ -20,6 +23,7 @@ from tests.harness.installed_chart import (
     installed_chart,
     kept_in,
     made,
+    publish,
     published,
     run_job,
     settings_in,
@@ -30,7 +34,9 @@ from tests.webhook.handshakes import serving, shake_hands
 
 from keepstep_agent.core.errors import ErrorKind, KeepstepError
 from keepstep_agent.webhook.certificate_job import renew_certificates
-from keepstep_agent.webhook.certificates import SecretContent
+from keepstep_agent.webhook.certificates import SecretContent, bundle_of, read_bundle
+
+NOW = datetime.now(UTC)
 
 
 @pytest.fixture
@@ -53,7 +59,8 @@ def test_at_the_installation_it_publishes_a_certificate_and_then_writes_the_secr
     done = run_job(api.url, tmp_path / "service-account")
     assert done.returncode == 0, done.stderr
     check_served(api, tmp_path)
-    assert [one.resource for one in api.asked if one.verb == "patch"] == [CONFIGURATIONS, "secrets"]
+    # Whether the Secret may be written is asked first.
+    assert [one.resource for one in api.asked if one.verb == "patch"] == ["secrets", CONFIGURATIONS, "secrets"]
     assert {one.manager for one in api.asked if one.verb == "patch"} == {"keepstep-certificates"}
     used = {(one.verb, one.resource, one.name) for one in api.asked}
     objects = {"secrets": SECRET, CONFIGURATIONS: CONFIGURATION}
@@ -66,7 +73,7 @@ def test_at_the_installation_it_publishes_a_certificate_and_then_writes_the_secr
 def test_again_it_changes_nothing(api: FakeApiServer, tmp_path: Path) -> None:
     for _ in range(2):
         assert run_job(api.url, tmp_path / "service-account").returncode == 0
-    assert [one.verb for one in api.asked].count("patch") == 2
+    assert [one.verb for one in api.asked].count("patch") == 3
     before = api.shelf.get("secrets", SECRET)
     before["data"]["note"] = "aGVsbG8="
     api.shelf.patch("secrets", SECRET, {"metadata": {"labels": {"team": "ours"}}, "data": {"note": "aGVsbG8="}})
@@ -152,6 +159,7 @@ def test_without_a_right_it_ends_with_an_error_that_names_it(
     assert f'cannot {verb} resource "{resource}"' in done.stderr
     assert "`helm upgrade`" in done.stderr
     assert kept_in(api).served is None, "nothing is served that is not published"
+    assert not published(api) or (verb, resource) == ("patch", CONFIGURATIONS)
 
 
 @pytest.mark.parametrize("mood", [Mood.BROKEN, Mood.DEAF])
@@ -173,25 +181,47 @@ async def test_it_gives_up_in_time_and_says_why(api: FakeApiServer, tmp_path: Pa
     assert caught.value.kind is ErrorKind.UNREACHABLE
 
 
-async def test_one_that_is_overtaken_between_its_calls_begins_again(api: FakeApiServer, tmp_path: Path) -> None:
-    """The Job of an upgrade and the CronJob's: whichever call the other one does all its work before."""
+@pytest.mark.parametrize("does_half", [False, True])
+async def test_one_that_is_overtaken_between_its_calls_begins_again(
+    api: FakeApiServer, tmp_path: Path, does_half: bool
+) -> None:
+    """The Job of an upgrade and the CronJob's: before each call of one the other does its work, or only publishes."""
     allowed = api.allowed
-    for number in range(4):
+    for number in range(5):
         calls = 0
 
         def overtaking(verb: str, resource: str, name: str, at: int = number) -> bool:
             nonlocal calls
             calls += 1
             if calls == at + 1:
-                install(api, SecretContent(served=made()))
+                other = SecretContent(served=made())
+                if does_half:
+                    publish(api, bundle_of(other, read_bundle(base64.b64encode(published(api)).decode()), NOW))
+                else:
+                    install(api, other)
             return allowed(verb, resource, name)
 
         api.shelf.patch("secrets", SECRET, {"data": None})
         api.allowed = overtaking
         await renew_certificates(settings_in(api, tmp_path))
         check_served(api, tmp_path)
-        assert kept_in(api).served is not None
     assert 409 in {one.status for one in api.asked}
+
+
+async def test_while_the_secret_cannot_be_written_nothing_pushes_out_what_is_served(
+    api: FakeApiServer, tmp_path: Path
+) -> None:
+    """It was emptied, and something refuses to have it filled: `immutable: true`, or a policy."""
+    old = made()
+    install(api, SecretContent(served=old))
+    api.shelf.patch("secrets", SECRET, {"data": None})
+    before = published(api)
+    allowed = api.allowed
+    api.allowed = lambda *asked: asked[:2] != ("patch", "secrets") and allowed(*asked)
+    for _ in range(6):
+        with pytest.raises(KeepstepError):
+            await renew_certificates(settings_in(api, tmp_path, wait_seconds=0))
+    assert published(api) == before
 
 
 def test_it_stays_within_the_memory_that_the_chart_gives_it(api: FakeApiServer, tmp_path: Path) -> None:
@@ -209,4 +239,7 @@ def test_it_stays_within_the_memory_that_the_chart_gives_it(api: FakeApiServer, 
         text=True,
         timeout=HANG_SECONDS,
     )
-    assert int(done.stderr.split()[-1]) < 128 * 1024 * 0.9
+    assert done.returncode == 0, done.stderr
+    (container,) = certificate_pods(render())[0]["spec"]["containers"]
+    limit = int(container["resources"]["limits"]["memory"].removesuffix("Mi")) * 1024
+    assert int(done.stderr.split()[-1]) < limit * 0.9

@@ -11,10 +11,14 @@ from pathlib import Path
 import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from tests.harness.bounds import HANG_SECONDS
 from tests.webhook.handshakes import serving, shake_hands
 
 from keepstep_agent.webhook.certificates import (
+    _USES,
     CertificateLifetimes,
     CertificateWithKey,
     SecretContent,
@@ -68,6 +72,26 @@ def test_names_as_long_as_kubernetes_allows_fit(tmp_path: Path) -> None:
     shake_hands(serving(tmp_path, one), one.certificate_pem, name)
 
 
+def signed_by(signer: ec.EllipticCurvePrivateKey, *, is_authority: bool = False) -> bytes:
+    """A certificate for the Service, or of the authority itself, with all that OpenSSL asks for."""
+    issuer = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "keepstep-webhook")])
+    subject = issuer if is_authority else x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "another")])
+    key = signer if is_authority else ec.generate_private_key(ec.SECP256R1())
+    uses = dict.fromkeys(_USES, False) | {"key_cert_sign" if is_authority else "digital_signature": True}
+    builder = (
+        x509.CertificateBuilder(issuer, subject, key.public_key(), 7, NOW - DAY, NOW + DAY)
+        .add_extension(x509.BasicConstraints(ca=is_authority, path_length=None), critical=True)
+        .add_extension(x509.KeyUsage(**uses), critical=True)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.public_key()), critical=False)
+    )
+    if not is_authority:
+        names = x509.SubjectAlternativeName([x509.DNSName(SERVICE)])
+        builder = builder.add_extension(names, critical=False)
+        builder = builder.add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
+    return builder.sign(signer, hashes.SHA256()).public_bytes(Encoding.PEM)
+
+
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="there is no openssl on this machine")
 def test_openssl_at_its_strictest_takes_it_and_nothing_that_its_key_signs(tmp_path: Path) -> None:
     one = made()
@@ -80,20 +104,12 @@ def test_openssl_at_its_strictest_takes_it_and_nothing_that_its_key_signs(tmp_pa
 
     done = verify(tmp_path / "tls.crt")
     assert done.returncode == 0, done.stderr
-    signed = (
-        x509.CertificateBuilder()
-        .subject_name(x509.Name([]))
-        .issuer_name(one.certificate.subject)
-        .public_key(one.key.public_key())
-        .serial_number(1)
-        .not_valid_before(NOW - DAY)
-        .not_valid_after(NOW + DAY)
-        .add_extension(x509.SubjectAlternativeName([x509.DNSName(SERVICE)]), critical=True)
-        .sign(one.key, hashes.SHA256())
-    )
-    pair = CertificateWithKey(certificate=signed, key=one.key)
-    (tmp_path / "signed.crt").write_bytes(pair.certificate_pem)
-    assert verify(tmp_path / "signed.crt").returncode != 0
+    key = ec.generate_private_key(ec.SECP256R1())
+    for signer in (key, one.key):
+        (tmp_path / "signed.crt").write_bytes(signed_by(signer))
+        (tmp_path / "tls.crt").write_bytes(signed_by(key, is_authority=True) if signer is key else one.certificate_pem)
+        # The first says that this is how an authority's is taken.
+        assert (verify(tmp_path / "signed.crt").returncode == 0) is (signer is key)
 
 
 def test_what_is_written_to_the_secret_is_read_again() -> None:

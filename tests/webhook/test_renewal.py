@@ -9,12 +9,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
 from typing import Self
 
 import pytest
 from cryptography import x509
+from structlog.testing import capture_logs
 from tests.fakes.fake_api_server import FakeApiServer
 from tests.harness.agent_process import wait_until
 from tests.harness.bounds import HANG_SECONDS
@@ -30,8 +32,10 @@ from tests.harness.installed_chart import (
     run_job,
 )
 from tests.harness.webhook_process import WebhookProcess, review_of, training_pod
+from tests.webhook.handshakes import serving
 
 from keepstep_agent.webhook.certificates import SecretContent
+from keepstep_agent.webhook.serving_certificate import ServingCertificate
 
 _LAG_SECONDS = 1.0
 """API servers hear of a change in their configuration some time after it."""
@@ -195,6 +199,19 @@ def test_a_secret_that_is_taken_away_ends_no_webhook_and_the_next_one_is_served(
         assert served is not None
         wait_until(lambda: replica.served() == served.certificate, HANG_SECONDS, "it serves the new one")
         ask(replica, published(api))
+
+
+def test_one_that_expires_while_it_is_served_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = made(days_ago=300)
+    serving(tmp_path, pair)
+    certificate = ServingCertificate(tmp_path)
+    with capture_logs() as lines:
+        certificate.load()
+        assert lines == []
+        monkeypatch.setattr(certificate, "expires_at", datetime.now(UTC) - timedelta(seconds=1))
+        for _ in range(2):
+            certificate.load()
+    assert [line["event"] for line in lines] == ["certificate.expired"]
 
 
 def test_one_that_has_expired_is_said(api: FakeApiServer, tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ class ApiServer:
     ) -> dict[str, Any]:
         """Send a request and return the answer. Raises ClusterError; ALREADY_EXISTS if the object's version changed."""
         headers = {"Authorization": f"Bearer {(await self.read('token')).strip()}", "Content-Type": content_type}
-        client = await self._connected()
+        client = await self.connected()
         limit = aiohttp.ClientTimeout(total=self._call_seconds)
         try:
             answer = await client.call_api(method, self._address + path, headers, content, _request_timeout=limit)
@@ -91,10 +91,6 @@ class ApiServer:
             raise ClusterError(ErrorKind.UNREACHABLE, f"no API server answers {method} {path}", hint=self._hint)
         return found
 
-    async def prepare(self) -> None:
-        """Import and make the client, ahead of the first call. Raises ClusterError."""
-        await self._connected()
-
     async def read(self, name: str) -> str:
         """Read a file of the service account. Raises ClusterError."""
         loop = asyncio.get_running_loop()
@@ -115,41 +111,60 @@ class ApiServer:
             # Its transports close in the loop's next iteration, and the loop may end after this one.
             await asyncio.sleep(0)
 
-    async def _connected(self) -> "ApiClient":
+    async def connected(self) -> "ApiClient":
+        """Return the client, made at the first call, which imports it. Raises ClusterError."""
         if self._client is None:
             authority = await self.read("ca.crt")
             try:
-                context = ssl.create_default_context(cadata=authority)
-                # Importing it takes most of a second.
-                make = await asyncio.get_running_loop().run_in_executor(self._executor, _import_client)
-            except ImportError as error:
+                make = await asyncio.to_thread(_import_client)
+            except Exception as error:
+                # Also where it is here and does not go with what else is: its imports raise what they like.
                 raise ClusterError(
                     ErrorKind.BAD_CONFIGURATION,
-                    f"the client of Kubernetes' API is not installed: {error}",
+                    f"the client of Kubernetes' API cannot be loaded: {error}",
                     hint=f"uv tool install 'keepstep-agent[kubernetes]', or run Keepstep's image{self._without}",
                 ) from error
+            try:
+                client = make(authority)
             except (ssl.SSLError, ValueError) as error:
                 raise ClusterError(
                     ErrorKind.BAD_CONFIGURATION,
                     f"the service account's ca.crt is not a certificate: {error}",
                     hint=f"check what is mounted as the service account{self._without}",
                 ) from error
-            self._connector = aiohttp.TCPConnector(ssl=context, limit=1)
+            self._connector = aiohttp.TCPConnector(ssl=client.rest_client.ssl_context, limit=1)
             # An event loop's own TLS would wait, after a call without answer, for a server that may be gone.
             use_own_tls(self._connector)
-            self._client = make(self._connector)
+            # Proxies that the environment names are for the store.
+            client.configuration.client_session_kwargs = {"connector": self._connector, "trust_env": False}
+            self._client = client
         return self._client
 
 
-def _import_client() -> "Callable[[aiohttp.TCPConnector], ApiClient]":
-    """Import the part of the package that sends requests: with all objects' types an agent would hold 190 MiB."""
+def _import_client() -> "Callable[[str], ApiClient]":
+    """Import the part of the package that sends requests: with all objects' types an agent would hold 190 MiB.
+
+    It takes most of a second. Returns what makes a client that trusts an authority, in PEM.
+    """
     from kubernetes.aio.client.api_client import ApiClient
     from kubernetes.aio.client.configuration import Configuration
 
-    # Proxies that the environment names are for the store.
-    return lambda connector: ApiClient(
-        Configuration(client_session_kwargs={"connector": connector, "trust_env": False})
-    )
+    refusing = aiohttp.TraceConfig()
+    refusing.on_request_redirect.append(_refuse_redirect)
+
+    def make(authority: str) -> ApiClient:
+        configuration = Configuration(ca_cert_data=authority, trace_configs=[refusing])
+        # From Python 3.13 on. The authorities of many clusters lack what it asks for.
+        configuration.disable_strict_ssl_verification = True
+        return ApiClient(configuration)
+
+    return make
+
+
+async def _refuse_redirect(_session: Any, _context: Any, asked: aiohttp.TraceRequestRedirectParams) -> None:
+    """What is sent may be a key, and is for the API server alone."""
+    asked.response.close()
+    raise aiohttp.ClientError(f"it answers {asked.response.status}, and redirects are not followed")
 
 
 async def _read(content: aiohttp.StreamReader) -> bytes:
@@ -200,7 +215,7 @@ class KubernetesCluster:
         )
 
     async def prepare(self) -> None:
-        await self._api_server.prepare()
+        await self._api_server.connected()
 
     async def tell(self, event: PodEvent) -> None:
         namespace = await self._namespace()

@@ -122,7 +122,7 @@ def _settings(options: dict[str, Any]) -> WebhookSettings:
 
 
 @click.command()
-@click.option("--namespace", required=True, envvar="POD_NAMESPACE", help="The webhook's namespace.")
+@click.option("--namespace", required=True, help="The webhook's namespace.")
 @click.option("--service", default="keepstep-webhook", show_default=True, help="The webhook's Service.")
 @click.option("--secret", default="keepstep-webhook-certificates", show_default=True, help="The certificates' Secret.")
 @click.option("--configuration", default="keepstep", show_default=True, help="The MutatingWebhookConfiguration.")

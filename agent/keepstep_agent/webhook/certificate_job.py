@@ -1,8 +1,8 @@
 """Makes and renews the webhook's certificates, in a Job after the installation and in a CronJob ever after.
 
 It reads the webhook's configuration before the Secret and publishes what is new before it writes the Secret, so that no
-replica can serve what is not published. It patches each only as the version that it read: one that is overtaken begins
-again.
+replica can serve what is not published. Before that it asks whether the Secret may be written: else each try would
+publish another certificate. It patches each only as the version that it read: one that is overtaken begins again.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ async def renew_certificates(settings: CertificateSettings) -> None:
             settings.service_account,
             executor,
             call_seconds=_CALL_SECONDS,
-            hint="run `helm upgrade`: the chart creates the Secret, the configuration and the rights to both",
+            hint="run `helm upgrade`: the chart makes the Secret, the configuration and the rights to both, and a Job",
         )
         ends_at = time.monotonic() + settings.wait_seconds
         problem = ""
@@ -51,7 +51,7 @@ async def renew_certificates(settings: CertificateSettings) -> None:
                     await renew_once(cluster, settings, datetime.now(UTC))
                     return
                 except KeepstepError as error:
-                    if time.monotonic() >= ends_at:
+                    if time.monotonic() >= ends_at or error.kind is ErrorKind.BAD_CONFIGURATION:
                         raise
                     if str(error) != problem and error.kind is not ErrorKind.ALREADY_EXISTS:
                         problem = str(error)
@@ -72,12 +72,15 @@ async def renew_once(cluster: ApiServer, settings: CertificateSettings, now: dat
     kept, published = read_secret(secret, names, now), published_in(configuration)
     after = renewed(kept, published, names, now, CertificateLifetimes())
     bundle = bundle_of(after, published, now)
+    writes_secret = after != kept or (secret.get("data") or {}).get("ca.crt") != bundle
+    if writes_secret:
+        await _patch(cluster, secret_path, {"data": after.data(bundle)}, secret, is_dry_run=True)
     stale = [name for name, text in ca_bundles(configuration).items() if text != bundle]
     if stale:
         webhooks = [{"name": name, "clientConfig": {"caBundle": bundle}} for name in stale]
         await _patch(cluster, configuration_path, {"webhooks": webhooks}, configuration)
         log.info("certificates.published", certificates=len(read_bundle(bundle)))
-    if after != kept or (secret.get("data") or {}).get("ca.crt") != bundle:
+    if writes_secret:
         await _patch(cluster, secret_path, {"data": after.data(bundle)}, secret)
         log.info("certificates.renewed", served=after.served != kept.served, following=after.following is not None)
 
@@ -94,7 +97,8 @@ def ca_bundles(configuration: Object) -> dict[str, str]:
     return {one["name"]: (one.get("clientConfig") or {}).get("caBundle") or "" for one in webhooks}
 
 
-async def _patch(cluster: ApiServer, path: str, content: Object, read: Object) -> None:
+async def _patch(cluster: ApiServer, path: str, content: Object, read: Object, *, is_dry_run: bool = False) -> None:
     """Patch the object if it still has the version that was read."""
     versioned = {**content, "metadata": {"resourceVersion": read["metadata"]["resourceVersion"]}}
-    await cluster.call("PATCH", f"{path}?fieldManager=keepstep-certificates", versioned, MERGE_PATCH)
+    parameters = "fieldManager=keepstep-certificates" + "&dryRun=All" * is_dry_run
+    await cluster.call("PATCH", f"{path}?{parameters}", versioned, MERGE_PATCH)

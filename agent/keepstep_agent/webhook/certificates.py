@@ -25,7 +25,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, load_pem_private_key
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-_NAME: Final = "keepstep-webhook"  # it has no use, and a Service's may exceed its 64 characters
+_NAME: Final = "keepstep-webhook"  # nothing reads it; a Service's name may be longer than the 64 characters it may have
 _MOST_FORMER: Final = 4
 """How many that are not in the Secret stay published: one is served by a replica that lags, and the others may be newer
 ones, of runs that ended before they wrote the Secret."""

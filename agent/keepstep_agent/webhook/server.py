@@ -28,9 +28,8 @@ async def serve_webhook(settings: WebhookSettings) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, leaving.set)
-    certificate = ServingCertificate(settings.certificates)
     async with contextlib.AsyncExitStack() as stack:
-        await asyncio.to_thread(certificate.load)
+        certificate = await asyncio.to_thread(ServingCertificate, settings.certificates)
         loading = asyncio.create_task(certificate.keep_loading())
         stack.callback(loading.cancel)
         metrics = Metrics(certificate.seconds_left)

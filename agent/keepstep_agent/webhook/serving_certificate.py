@@ -18,23 +18,28 @@ log = structlog.get_logger("keepstep.webhook")
 
 
 class ServingCertificate:
-    """`context` serves the newest certificate loaded; open connections keep theirs."""
+    """`context` serves the newest certificate loaded; open connections keep theirs. Made with the one that is there:
+    raises KeepstepError if none can serve."""
+
+    _serving: ssl.SSLContext
+    expires_at: datetime
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._loaded: list[bytes] = []
+        self._is_expired = False
         self.context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         self.context.minimum_version = ssl.TLSVersion.TLSv1_2
         self.context.sni_callback = self._hand_on
-        self._serving: ssl.SSLContext | None = None
-        self.expires_at: datetime | None = None
+        self.load()
 
     def load(self) -> None:
-        """Load the certificate from the folder. Raises KeepstepError if there is none that can serve."""
+        """Load the certificate from the folder if it has changed. Raises KeepstepError if none can serve."""
         files = [self._folder / name for name in _FILES]
         try:
             found = [path.read_bytes() for path in files]
             if found == self._loaded:
+                self._say_expired()
                 return
             fresh = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
             fresh.minimum_version = ssl.TLSVersion.TLSv1_2
@@ -49,10 +54,8 @@ class ServingCertificate:
             ) from error
         self._serving, self._loaded, self.expires_at = fresh, found, expires_at
         log.info("certificate.loaded", expires_at=expires_at.isoformat())
-        if self.seconds_left() <= 0:
-            log.error(
-                "certificate.expired", hint="API servers refuse it; look at the Jobs that renew it, and the clock"
-            )
+        self._is_expired = False
+        self._say_expired()
 
     async def keep_loading(self) -> None:
         """Reload for ever. Kubernetes updates a Secret's volume by changing a link, so the bytes are compared."""
@@ -68,10 +71,19 @@ class ServingCertificate:
                     log.error("certificate.unusable", error=problem, hint=error.hint)
 
     def seconds_left(self) -> float:
-        """Return the seconds until it expires; negative if it has expired, or if there is none."""
-        return float("-inf") if self.expires_at is None else (self.expires_at - datetime.now(UTC)).total_seconds()
+        """Return the seconds until it expires; negative if it has expired."""
+        return (self.expires_at - datetime.now(UTC)).total_seconds()
+
+    def _say_expired(self) -> None:
+        """Once."""
+        if not self._is_expired and self.seconds_left() <= 0:
+            self._is_expired = True
+            log.error(
+                "certificate.expired",
+                expires_at=self.expires_at.isoformat(),
+                hint="API servers refuse it; look at the Jobs that renew it, and at the clock",
+            )
 
     def _hand_on(self, connection: ssl.SSLSocket | ssl.SSLObject, _name: str | None, _listener: ssl.SSLContext) -> None:
         """Switch a new connection to the newest certificate. Called at each ClientHello, also without a server name."""
-        if self._serving is not None:
-            connection.context = self._serving
+        connection.context = self._serving

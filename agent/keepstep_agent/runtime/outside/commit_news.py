@@ -1,7 +1,7 @@
 """Tells receivers of commits: in order, one at a time, until each has taken its event.
 
 What is due is in the journal: it survives the agent, and a receiver that was told just before an agent died is told
-again. An exit waits for it for a moment.
+again. The drain waits for it for a moment, and the next agent on this volume tells what is still due.
 """
 
 from collections.abc import Awaitable, Callable
@@ -54,6 +54,3 @@ class CommitEvents:
         target = events.event_url if is_url else events.event_command
         await send(target, cloud_event(news, self._settings.store.destination), events.event_timeout_seconds)
         await self._engine.submit(NewsTaken(at=self._clock.now(), save=news.info.save, receiver=self._receiver))
-
-    async def send_last(self) -> None:
-        """Nothing: the next agent on this volume tells what is still due."""

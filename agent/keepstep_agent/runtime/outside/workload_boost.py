@@ -10,10 +10,10 @@ from keepstep_agent.core.agent.state import State
 from keepstep_agent.core.policies.priority_boost import priority_boost
 from keepstep_agent.core.settings.values import Settings
 from keepstep_agent.ports import Clock, Workload
-from keepstep_agent.runtime.outside.outbox import Outbox, Pace
+from keepstep_agent.runtime.outside.outbox import Pace
 
 _BETWEEN_LOOKS_SECONDS: Final = 60.0
-_PACE: Final = Pace(
+PACE: Final = Pace(
     between_seconds=_BETWEEN_LOOKS_SECONDS,
     shortest_pause_seconds=_BETWEEN_LOOKS_SECONDS,
     longest_pause_seconds=3600.0,
@@ -76,7 +76,7 @@ class WorkloadBoost:
 @contextlib.asynccontextmanager
 async def workload_boost(
     settings: Settings, *, state: Callable[[], State], clock: Clock, executor: Executor
-) -> AsyncIterator[Outbox | None]:
+) -> AsyncIterator[WorkloadBoost | None]:
     """Give what tells Kueue while the context is open; None if the settings ask for none, or another pod tells it."""
     cluster = settings.cluster
     is_reachable = cluster.cluster_events and cluster.kubernetes_host and (cluster.job_uid or cluster.pod_uid)
@@ -88,6 +88,6 @@ async def workload_boost(
 
     workload = KueueWorkload(cluster, executor)
     try:
-        yield Outbox(WorkloadBoost(workload=workload, state=state, clock=clock), _PACE)
+        yield WorkloadBoost(workload=workload, state=state, clock=clock)
     finally:
         await workload.close()

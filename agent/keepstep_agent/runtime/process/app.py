@@ -55,7 +55,8 @@ from keepstep_agent.runtime.monitors.unannounced import UnannouncedRecovery
 from keepstep_agent.runtime.outside.commit_news import CommitEvents
 from keepstep_agent.runtime.outside.kubernetes_events import cluster_news
 from keepstep_agent.runtime.outside.ledger import LedgerWriter
-from keepstep_agent.runtime.outside.outbox import Outbox, Pace
+from keepstep_agent.runtime.outside.outbox import Outbox, Pace, last_words
+from keepstep_agent.runtime.outside.workload_boost import PACE as BOOST_PACE
 from keepstep_agent.runtime.outside.workload_boost import workload_boost
 from keepstep_agent.runtime.process.open_volume import claim_volume, volume_journal
 from keepstep_agent.runtime.work.announcements import Announcements
@@ -68,7 +69,8 @@ from keepstep_agent.runtime.work.reconciler import Reconciler
 from keepstep_api.names import OFF
 
 _PAUSE_AFTER_FAILURE_SECONDS: Final = 1.0
-_CLOSING_SECONDS: Final = 2.0
+_CLOSING_SECONDS_IN_A_HURRY: Final = 2.0
+_CLOSING_SECONDS: Final = 10.0
 
 log = structlog.get_logger("keepstep.agent")
 
@@ -133,7 +135,7 @@ async def live(
         monitor_threads = [tasks.create_task(_kept_going(one)) for one in forever]
         exit_command = await leaving
         code = exit_code_of(exit_command)
-        _bound_the_closing(code)
+        _bound_the_closing(code, in_a_hurry=engine.state.termination.noticed)
         # Before anything is closed, because closing takes time and SIGKILL may be near.
         _say_goodbye(exit_command)
         for task in (deciding, *monitor_threads):
@@ -141,7 +143,7 @@ async def live(
         dispatcher.cancel_all()
         await asyncio.wait({deciding})
         await engine.close(Exited(at=clock.now()))
-        # At the same time: each may take half a second.
+        # At the same time.
         for work in at_exit:
             tasks.create_task(work(exit_command))
     return code
@@ -163,9 +165,10 @@ async def _kept_going(work: Forever) -> None:
         await asyncio.sleep(_PAUSE_AFTER_FAILURE_SECONDS)
 
 
-def _bound_the_closing(code: int) -> None:
+def _bound_the_closing(code: int, *, in_a_hurry: bool) -> None:
     """Bound the time to close, even if something hangs: a thread in a dead mount, or the log's reader."""
-    last_resort = threading.Timer(_CLOSING_SECONDS, os._exit, (code,))
+    seconds = _CLOSING_SECONDS_IN_A_HURRY if in_a_hurry else _CLOSING_SECONDS
+    last_resort = threading.Timer(seconds, os._exit, (code,))
     last_resort.daemon = True
     last_resort.start()
 
@@ -326,11 +329,10 @@ async def run_agent(settings: Settings, *, fresh: bool = False, parent_pid: int 
         log.info("agent.serving", version=__version__, socket=settings.socket, destination=settings.store.destination)
         if limit := cpu_limit():
             log.info("cpu.limited", limit=str(limit), hint="in a pod, raise keepstep.dev/cpu")
-        ledger_box = Outbox(ledger, Pace())
 
         async def note_end(command: Exit) -> None:
             ledger.note_end(command, program_failed=monitors.program_failed, failed_early=monitors.failed_early)
-            await ledger_box.last_words()
+            await last_words(ledger.to, ledger.send_last, in_a_hurry=state.termination.noticed)
 
         forever: list[Forever] = [
             lambda: monitors.watch_ranks(parent_pid),
@@ -340,7 +342,8 @@ async def run_agent(settings: Settings, *, fresh: bool = False, parent_pid: int 
             others.watch,
             litter.watch,
             fetches.run,
-            ledger_box.run,
+            # It paces itself, and a notice does not wait for a pause.
+            Outbox(ledger, Pace(shortest_pause_seconds=0.0)).run,
             lambda: _obey(signals, monitors),
         ]
         if mirror is not None:
@@ -353,8 +356,8 @@ async def run_agent(settings: Settings, *, fresh: bool = False, parent_pid: int 
         )
         at_exit: list[AtExit] = [note_end]
         if boost is not None:
-            forever.append(boost.run)
-            at_exit.append(lambda _: boost.last_words())
+            forever.append(Outbox(boost, BOOST_PACE).run)
+            at_exit.append(lambda _: last_words(boost.to, boost.send_last, in_a_hurry=state.termination.noticed))
         # The other nodes of a run leave it to the first one.
         is_first_of_run = parent_pid is not None and not settings.node_rank
         lease = LeaseRenewer(store, lease_of_run(settings)) if is_first_of_run else None
@@ -367,13 +370,12 @@ async def run_agent(settings: Settings, *, fresh: bool = False, parent_pid: int 
         receivers = receivers_of(settings.events)
         forever += [Outbox(CommitEvents(engine, clock, receiver), Pace()).run for receiver in receivers]
         if news is not None:
-            news_box = Outbox(news, Pace(between_seconds=1.0))
 
             async def tell_lost(command: Exit) -> None:
                 news.note_lost(command.lost)
-                await news_box.last_words()
+                await last_words(news.to, news.send_last, in_a_hurry=state.termination.noticed)
 
-            forever += [news_box.run, lambda: news.watch_restore(fetches.progress)]
+            forever += [Outbox(news, Pace(between_seconds=1.0)).run, lambda: news.watch_restore(fetches.progress)]
             at_exit.append(tell_lost)
         # Not only with the first upload: a trainer may wait for it, or the grace period may be running.
         store.prepare()
