@@ -15,6 +15,10 @@ from tests.supply_chain.distributions import PROGRAM, ROOT, UV, uv
 
 pytestmark = [pytest.mark.nightly, pytest.mark.slow, pytest.mark.timeout(4 * HANG_SECONDS)]
 
+NETWORK = {
+    name: value for name, value in os.environ.items() if name.upper().startswith(("SSL_CERT", "HTTP", "NO_PROXY"))
+}
+"""By which uv reaches the package index where somebody has set it."""
 WITHOUT_KEEPSTEP = """
 import pathlib
 out = pathlib.Path("out")
@@ -87,7 +91,7 @@ def run(keepstep: Path, folder: Path, *words: str | Path) -> str:
     done = subprocess.run(
         [str(keepstep), "run", "--to", f"file://{folder}/bucket", *map(str, words)],
         cwd=folder / "work",
-        env={"PATH": "/usr/bin:/bin", "HOME": str(folder)},
+        env={"PATH": "/usr/bin:/bin", "HOME": str(folder), **NETWORK},
         capture_output=True,
         text=True,
         timeout=HANG_SECONDS,
