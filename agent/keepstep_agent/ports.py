@@ -369,7 +369,7 @@ class Cluster(Protocol):
     """
 
     async def prepare(self) -> None:
-        """Do ahead of the first call what takes a second of it."""
+        """Do ahead of the first call what takes a second of it. Idempotent."""
 
     async def tell(self, event: PodEvent) -> None:
         """Add an Event to the pod."""

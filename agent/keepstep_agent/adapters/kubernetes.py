@@ -105,7 +105,7 @@ class ApiServer:
 
     async def close(self) -> None:
         if self._client is not None and self._connector is not None:
-            await self._client.close()  # type: ignore[no-untyped-call]
+            await self._client.close()  # type: ignore[no-untyped-call]  # it has none
             await self._connector.close()
             self._client = self._connector = None
             # Its transports close in the loop's next iteration, and the loop may end after this one.

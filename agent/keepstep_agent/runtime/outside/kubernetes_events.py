@@ -63,7 +63,6 @@ class KubernetesEvents:
         self._stuck = False
         self._unprotected: set[str] = set()
         self._forbidden: set[str] = set()
-        self._is_prepared = False
         self._news = asyncio.Event()
 
     def hear(self, state: State, event: Event) -> None:
@@ -123,10 +122,8 @@ class KubernetesEvents:
             self._note(EventType.WARNING, "CheckpointLost", f"not durable: {line}", self._clock.now())
 
     async def until_due(self) -> None:
-        if not self._is_prepared:
-            # Ahead of the first news: at the agent's end there is no time for it.
-            await self._cluster.prepare()
-            self._is_prepared = True
+        # Ahead of the first news: at the agent's end there is no time for it.
+        await self._cluster.prepare()
         while not self._events:
             due_seconds = None
             if self._committed != self._annotated:
